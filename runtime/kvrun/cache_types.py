@@ -1,0 +1,87 @@
+"""Cache types by name: `f16`, `kv4`, ..., and `auto`, which is the recipe.
+
+llama.cpp's names (`q4_0`, ...) mean llama.cpp's formats and are not accepted here; `kvrun compare` runs them in
+llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvkernels.spec import QuantSpec, default_group
+
+from .errors import KvError
+from .plan import CachePlan, HeadPlan, LayerGeometry
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
+
+#: What `-ctk` and `-ctv` take.
+TYPE_NAMES = ("f16", "kv8", "kv6", "kv5", "kv4", "kv3", "kv2", "auto")
+#: One bit: no use but as the control that every comparison must see fail.
+CONTROL_TYPE = "kv1"
+LLAMACPP_TYPES = ("f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+DEFAULT_SINKS = 4
+DEFAULT_WINDOW = 32
+
+
+def spec_for(name: str, head_dim: int) -> QuantSpec:
+    """Storage of a head of `head_dim` channels under a named type other than `auto`."""
+    if name == "f16":
+        return QuantSpec(16)
+    return QuantSpec(int(name.removeprefix("kv")), default_group(head_dim))
+
+
+def check_type(name: str) -> None:
+    """Raise KvError with advice where `name` is not a cache type."""
+    if name in TYPE_NAMES or name == CONTROL_TYPE:
+        return
+    ours = ", ".join(TYPE_NAMES)
+    if name in LLAMACPP_TYPES:
+        raise KvError(f"{name} is a format of llama.cpp, which kvrun compare runs; for kvrun choose one of {ours}")
+    raise KvError(f"unknown cache type {name!r}; choose one of {ours}")
+
+
+def plan_for(
+    geometry: Sequence[LayerGeometry],
+    type_k: str,
+    type_v: str,
+    *,
+    recipe: Recipe | None,
+    sinks: int | None = None,
+    window: int | None = None,
+) -> CachePlan:
+    """The plan of a cache whose keys are `type_k` and whose values are `type_v`.
+
+    sinks, window: in tokens; None takes the recipe's, or 4 and 32, or 0 and 0 where nothing is quantized.
+    Raises KvError for an unknown name, or for `auto` without a recipe.
+    """
+    check_type(type_k)
+    check_type(type_v)
+    if "auto" in (type_k, type_v) and recipe is None:
+        raise KvError("cache type auto needs a recipe and this model has none; run kvconv calibrate, or choose kv4")
+
+    def side(name: str, which: str) -> tuple[tuple[HeadPlan, ...], ...]:
+        if name == "auto":
+            assert recipe is not None
+            return recipe.k if which == "k" else recipe.v
+        dims = ((g, g.head_dim_k if which == "k" else g.head_dim_v) for g in geometry)
+        return tuple(tuple(HeadPlan(spec_for(name, dim)) for _ in range(g.n_head_kv)) for g, dim in dims)
+
+    uses_recipe = recipe is not None and "auto" in (type_k, type_v)
+    quantizes = (type_k, type_v) != ("f16", "f16")
+    if sinks is None:
+        sinks = recipe.sinks if uses_recipe and recipe else DEFAULT_SINKS if quantizes else 0
+    if window is None:
+        window = recipe.window if uses_recipe and recipe else DEFAULT_WINDOW if quantizes else 0
+    return CachePlan(
+        geometry=tuple(geometry),
+        k=side(type_k, "k"),
+        v=side(type_v, "v"),
+        sinks=sinks,
+        window=window,
+        type_k=type_k,
+        type_v=type_v,
+        recipe=recipe.digest() if uses_recipe and recipe else "",
+    )
