@@ -236,7 +236,9 @@ class KVCache:
     def mark(self) -> Mark:
         """Remember this point, to come back with `rewind`."""
         n = self.n_tokens
-        recent = tuple((k.recent[:, : k.n_recent(n)].clone(), v.recent[:, : v.n_recent(n)].clone()) for k, v in self.layers)
+        recent = tuple(
+            (k.recent[:, : k.n_recent(n)].clone(), v.recent[:, : v.n_recent(n)].clone()) for k, v in self.layers
+        )
         return Mark(n, recent)
 
     def rewind(self, mark: Mark) -> None:
