@@ -68,7 +68,7 @@ class Band:
 class PackedStore:
     """One side of one layer, up to `capacity` packed tokens.
 
-    specs: one per KV head.  clips: one per KV head.  head_dim: channels.  All heads are packed `block` tokens at a time.
+    specs, clips: one per KV head.  head_dim: channels.  All heads are packed `block` tokens at a time.
     """
 
     def __init__(self, specs: Sequence[QuantSpec], clips: Sequence[float], capacity: int, head_dim: int) -> None:
@@ -97,7 +97,7 @@ class PackedStore:
             band.write(start, x if len(self.bands) == 1 else x[band.heads])
 
     def read(self, stop: int, dtype: torch.dtype) -> Tensor:
-        """Restored values of packed tokens `0 .. stop - 1`: [n_head, stop, d]; a copy that lives as long as the caller."""
+        """Restored values of packed tokens `0 .. stop - 1`: [n_head, stop, d]; lives as long as the caller keeps it."""
         if len(self.bands) == 1:
             return self.bands[0].read(stop, dtype)
         out = torch.empty(self.n_head, stop, self.head_dim, dtype=dtype)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from kvkernels.attend import Side, attend
 from kvkernels.store import PackedStore
 from kvkernels.transform import apply, invert, transform_matrix
-from torch import Tensor
 
 from .errors import KvError
 from .plan import CachePlan, HeadPlan, HeadTransform

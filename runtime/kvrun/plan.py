@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from kvkernels.spec import QuantSpec
 
 
@@ -16,7 +17,7 @@ from kvkernels.spec import QuantSpec
 class HeadTransform:
     """The invertible map `x -> T (x - offset)` that one side of one KV head is stored under, applied after RoPE.
 
-    order: uint16 [head_dim], a permutation: stored channel `i` is channel `order[i]` of the model; None keeps the order.
+    order: uint16 [head_dim], a permutation: stored channel `i` is the model's channel `order[i]`; None keeps the order.
     hadamard: block size of a normalized Hadamard matrix applied after the order, a power of two that divides the head
         size; 0 is none.
     matrix: float32 [head_dim, head_dim], a learned `T` in place of order and Hadamard.
@@ -35,7 +36,7 @@ class HeadTransform:
 
     @property
     def name(self) -> str:
-        """Short name for tables: `identity`, `order`, `hadamard64`, `order+hadamard32`, `matrix`, with `offset+` ahead."""
+        """Short name for tables, such as `identity`, `order`, `order+hadamard32`, `offset+hadamard64`."""
         parts = []
         if self.offset is not None:
             parts.append("offset")

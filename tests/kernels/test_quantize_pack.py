@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvkernels.pack import pack, packed_bytes, unpack
 from kvkernels.quantize import dequantize, quantize
 from kvkernels.spec import WIDTHS, QuantSpec, default_group

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvkernels.transform import apply, hadamard_block, hadamard_matrix, invert, transform_matrix
 
 

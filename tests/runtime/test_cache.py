@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+
 from kvkernels.quantize import dequantize, quantize
 from kvkernels.spec import QuantSpec
 from kvrun.cache import KVCache, head_matrix

@@ -2,6 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvrun.visibility import n_packed, packed_end, packed_reads
 
 sizes = st.integers(0, 70)

@@ -2,8 +2,8 @@
 
 A row of `d` codes becomes `d * bits / 8` bytes: plane after plane (see `kvkernels.spec.PLANES`; the first plane holds
 the lowest bits). In a plane of width `w`, byte `j` holds the `w`-bit parts of channels `j, j + m, j + 2 m, ...` with
-`m = d * w / 8`, the first in the lowest bits. So unpacking is a shift and a mask of whole byte vectors, and neighbouring
-channels come out of neighbouring bytes.
+`m = d * w / 8`, the first in the lowest bits. So unpacking is a shift and a mask of whole byte vectors, and adjacent
+channels come out of adjacent bytes.
 """
 
 from __future__ import annotations
