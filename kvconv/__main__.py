@@ -1,0 +1,7 @@
+"""`python -m kvconv`."""
+
+from __future__ import annotations
+
+from kvconv.cli import main
+
+main()
