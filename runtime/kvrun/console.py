@@ -12,7 +12,7 @@ import sys
 import traceback
 import unicodedata
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import typer
@@ -52,6 +52,11 @@ def printable(text: str) -> str:
 
 def _escape(char: str) -> str:
     return char.encode("unicode_escape").decode("ascii")
+
+
+def printable_text(text: str) -> str:
+    """Text of several lines that is to be shown on a terminal: control characters are escaped, but for line and tab."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else _escape(c) for c in text)
 
 
 def one_line(text: str) -> str:
@@ -170,3 +175,28 @@ def progress(what: str, total: float | None = None, *, unit: str = "") -> Iterat
                 bar.update(task, completed=done, total=total)
 
         yield advance
+
+
+class LateProgress:
+    """Progress of work that is often done at once: a bar appears only when there is more than one step.
+
+    Call it with what is done and the total after each step, and `close` it in the end.
+    """
+
+    def __init__(self, what: str, *, unit: str = "") -> None:
+        self.what, self.unit = what, unit
+        self._open = ExitStack()
+        self._advance: Callable[..., None] | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._advance is None and done < total:
+            self._advance = self._open.enter_context(progress(self.what, total, unit=self.unit))
+        if self._advance is not None:
+            self._advance(done)
+        if done >= total:
+            self.close()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._open.close()
+        self._advance = None
