@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module, metadata
+from inspect import cleandoc
 from pkgutil import iter_modules
 from types import ModuleType
 from typing import NoReturn
@@ -24,6 +25,11 @@ def version_text(program: str, version: str) -> str:
         except metadata.PackageNotFoundError:
             lines.append(f"{name} (not installed)")
     return "\n".join([*lines, f"Python {sys.version.split()[0]}"])
+
+
+def unwrap(docstring: str) -> str:
+    """A docstring as paragraphs of one line each, which the help wraps to the width of the terminal."""
+    return "\n\n".join(" ".join(part.split()) for part in cleandoc(docstring).split("\n\n"))
 
 
 def new_app(program: str, program_version: str, summary: str, package: ModuleType) -> typer.Typer:
@@ -59,7 +65,7 @@ def new_app(program: str, program_version: str, summary: str, package: ModuleTyp
     for module in sorted(module.name for module in iter_modules(package.__path__)):
         function = getattr(import_module(f"{package.__name__}.{module}"), module, None)
         if function is not None:
-            app.command(name=module, no_args_is_help=False)(function)
+            app.command(name=module, help=unwrap(function.__doc__ or ""))(function)
     return app
 
 

@@ -59,7 +59,7 @@ class Sampler:
         return ids, _softmax((kept - kept[0]) / self.options.temp)
 
     def sample(self, logits: Any) -> int:
-        """The next token. logits: [n_vocab] or [1, n_vocab], a tensor or an array. Raises KvError if they are not finite."""
+        """The next token. logits: [n_vocab] or [1, n_vocab], tensor or array. Raises KvError if they are not finite."""
         values = np.asarray(logits).reshape(-1)
         best = int(np.argmax(values))
         if not np.isfinite(values[best]):

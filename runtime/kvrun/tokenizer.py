@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chat messages to text, exactly as llama.cpp does it: the vocabulary is llama.cpp's own.
+"""Text to token ids and back, and chat messages to text, as llama.cpp does it: the vocabulary is llama.cpp's own.
 
 What a person types must never become a control token: `<|im_end|>` in a message is text about a tag, not the end of the
 turn. But the template's own tags have to be control tokens, and template and messages come out of the template as one
@@ -180,7 +180,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """Joins the bytes of tokens into text as they come: a character that is not complete yet waits for the next token."""
+    """Joins the bytes of tokens into text as they come: a character that is not complete waits for the next token."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -60,7 +60,7 @@ def _on_cpu(layers: str | None) -> str | None:
 
 
 ModelArgument = Annotated[
-    str | None, typer.Argument(metavar="[MODEL]", help="GGUF file, or the word smollm2.", show_default=False)
+    str | None, typer.Argument(metavar="MODEL", help="GGUF file, or the word smollm2.", show_default=False)
 ]
 ModelOption = Annotated[
     str | None,
