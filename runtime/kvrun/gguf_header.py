@@ -1,8 +1,8 @@
 """The header of a GGUF file: what it holds and where, with nothing decoded yet.
 
-Layout (ggml docs/gguf.md): `GGUF`, u32 version, u64 tensor count, u64 pair count, the key-value pairs, the tensor infos,
-padding to the alignment, the tensor data. A downloaded header is not trusted: no loop and no allocation takes a count
-from it before the count is held against the bytes that are left.
+Layout (ggml docs/gguf.md): `GGUF`, u32 version, u64 tensor count, u64 pair count, the key-value pairs, the tensor
+infos, padding to the alignment, the tensor data. A downloaded header is not trusted: no loop and no allocation takes a
+count from it before the count is held against the bytes that are left.
 """
 
 from __future__ import annotations

@@ -1,0 +1,88 @@
+"""The weights of a model in torch, dequantized when asked for and kept while they fit a budget."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .errors import KvError
+from .gguf_file import GGUFFile
+from .memory import available_bytes
+
+# A matrix that is not kept is expanded and multiplied in pieces of about this size.
+_PIECE_BYTES = 64 << 20
+
+
+class Weights:
+    """Tensors of `file` in `dtype`.
+
+    budget_bytes: how much dequantized weight is kept, first come first kept; the rest is expanded anew each time. None
+    takes half of the memory that is available when the model is opened, 0 keeps nothing.
+    kept_bytes: what is kept at present.
+    """
+
+    def __init__(self, file: GGUFFile, *, dtype: torch.dtype = torch.float32, budget_bytes: int | None = None) -> None:
+        self.file = file
+        self.dtype = dtype
+        self.budget_bytes = available_bytes() // 2 if budget_bytes is None else budget_bytes
+        self.kept_bytes = 0
+        self._kept: dict[str, Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.file.tensors
+
+    def get(self, name: str) -> Tensor:
+        """The whole tensor, in the shape of the file: [rows, cols] or [cols].
+
+        KvError where it is missing, cannot be dequantized, or holds a value that is not finite.
+        """
+        kept = self._kept.get(name)
+        if kept is not None:
+            return kept
+        weight = self._expand(name, None)
+        n_bytes = weight.numel() * weight.element_size()
+        if self._fits(n_bytes):
+            self._kept[name] = weight
+            self.kept_bytes += n_bytes
+        return weight
+
+    def rows(self, name: str, index: Tensor) -> Tensor:
+        """Rows `index` (int64 [n]) of a matrix, [n, cols]; no others are read."""
+        kept = self._kept.get(name)
+        return self._expand(name, index.numpy()) if kept is None else kept[index]
+
+    def linear(self, name: str, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x @ W.T + bias` for the matrix `name` [n_out, n_in].
+
+        x: [n, n_in].  Returns [n, n_out]. A large matrix that does not fit the budget never exists whole.
+        """
+        weight = self._kept.get(name)
+        if weight is None:
+            n_out, n_in = self.file.tensors[name].shape
+            n_rows = max(1, _PIECE_BYTES // (n_in * self.dtype.itemsize))
+            if n_rows < n_out and not self._fits(n_out * n_in * self.dtype.itemsize):
+                pieces = (slice(first, min(first + n_rows, n_out)) for first in range(0, n_out, n_rows))
+                out = torch.cat([x @ self._expand(name, piece).T for piece in pieces], dim=-1)
+                return out if bias is None else out + bias
+            weight = self.get(name)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    def release(self) -> None:
+        """Forget every dequantized tensor."""
+        self._kept.clear()
+        self.kept_bytes = 0
+
+    def _fits(self, n_bytes: int) -> bool:
+        return self.kept_bytes + n_bytes <= self.budget_bytes
+
+    def _expand(self, name: str, rows: slice | np.ndarray | None) -> Tensor:
+        values = self.file.dequantize(name, rows)
+        # Tensors made in inference mode could not take part in a gradient later on.
+        with torch.inference_mode(False):
+            weight = torch.from_numpy(values)
+            # One pass finds that all is well; only a sum that is not finite is worth a closer look.
+            if not torch.isfinite(weight.sum()) and not torch.isfinite(weight).all():
+                why = f"tensor {name} holds values that are infinite or not numbers"
+                raise KvError(f"{self.file.path}: {why}; the model is damaged, download it again")
+            return weight.to(self.dtype)
