@@ -69,6 +69,10 @@ class GGUFFile:
         """The tensor infos byte for byte as in the file, without the padding that follows."""
         return self._map[self._infos]
 
+    def data_raw(self) -> np.ndarray:
+        """Everything from the first tensor to the end of the file: uint8, read-only, mapped."""
+        return np.frombuffer(self._map, np.uint8, offset=self.data_start) if self.tensors else np.empty(0, np.uint8)
+
     def __contains__(self, key: str) -> bool:
         return key in self._pairs
 

@@ -74,7 +74,7 @@ class Llama(Model):
         return self._rope(x, positions)
 
     def qkv(self, il: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        blk, n = self.blk[il], len(x)
+        blk, n = self.blk[il], x.shape[0]
         x = blk.attn_norm(x)
         q = blk.attn_q(x).view(n, blk.n_head, -1).transpose(0, 1)
         k = blk.attn_k(x).view(n, blk.n_head_kv, -1).transpose(0, 1)
@@ -84,6 +84,6 @@ class Llama(Model):
     def block(self, il: int, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         blk = self.blk[il]
         o = attend(il, *self.qkv(il, x, positions))
-        x = x + blk.attn_output(o.transpose(0, 1).reshape(len(x), -1))
+        x = x + blk.attn_output(o.transpose(0, 1).reshape(x.shape[0], -1))
         h = blk.ffn_norm(x)
         return x + blk.ffn_down(functional.silu(blk.ffn_gate(h)) * blk.ffn_up(h))
