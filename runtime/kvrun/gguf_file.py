@@ -9,6 +9,7 @@ import hashlib
 import mmap
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,6 +76,9 @@ class GGUFFile:
 
     def __contains__(self, key: str) -> bool:
         return key in self._pairs
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pairs)
 
     def keys(self) -> list[str]:
         """All metadata keys, in the order of the file."""

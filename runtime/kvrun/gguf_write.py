@@ -84,7 +84,7 @@ def rewrite(
     out = Path(out)
     if out.exists() and out.samefile(source.path):
         raise KvError(f"{out} is the model that is read, which is never changed; write to another path")
-    kept = [key for key in source.keys() if not drop_prefix or not key.startswith(drop_prefix)]
+    kept = [key for key in source if not drop_prefix or not key.startswith(drop_prefix)]
     if clash := set(kept) & set(add):
         raise ValueError(f"keys that the file already has: {sorted(clash)}")
     if ALIGNMENT_KEY in add or (ALIGNMENT_KEY in source and ALIGNMENT_KEY not in kept):
@@ -99,7 +99,7 @@ def rewrite(
         stream.writelines(pairs)
         stream.write(infos + bytes(padding))
         for first in range(0, len(data), _CHUNK_BYTES):
-            stream.write(data[first : first + _CHUNK_BYTES])
+            stream.write(data[first : first + _CHUNK_BYTES].data)
             if on_progress is not None:
                 on_progress(min(n_bytes, stream.tell()), n_bytes)
 
@@ -129,9 +129,8 @@ def _new_file(out: Path, n_bytes: int, *, force: bool) -> Iterator[BinaryIO]:
         os.replace(temporary, out)
     except OSError as error:
         if error.errno in _FULL:
-            raise KvError(
-                f"{out}: the disk is full; free {max(1, n_bytes >> 20)} MiB or write to another disk, nothing was changed"
-            ) from error
+            room = f"free {max(1, n_bytes >> 20)} MiB or write to another disk"
+            raise KvError(f"{out}: the disk is full; {room}, nothing was changed") from error
         why = error.strerror or str(error)
         raise KvError(f"{out}: cannot be written ({why}); write to another folder, nothing was changed") from error
     finally:
