@@ -3,12 +3,12 @@
     python tools/make_tiny_model.py llama OUT.gguf [--n-layer 2 --n-head 4 --n-head-kv 2 --head-dim 64 --seed 0 ...]
 
 Tests call `from tools.make_tiny_model import make_tiny_model`, then `make_tiny_model("qwen2", tmp_path / "tiny.gguf",
-n_layer=3, seed=7)`. The file is F32, 0.6 MB (llama) or 2.4 MB (qwen2), with a byte-level vocabulary that tokenizes any text and a
-ChatML template. Its weights are scaled so that it behaves like a model in the ways that matter to a cache: attention
-is neither uniform nor one-hot, the next token is neither certain nor uniform, and key channels differ in size.
+n_layer=3, seed=7)`. The file is F32, 0.6 MB (llama) or 2.4 MB (qwen2), with a byte-level vocabulary that tokenizes any
+text and a ChatML template. Its weights are scaled so that it behaves like a model in the ways that matter to a cache:
+attention is neither uniform nor one-hot, the next token neither certain nor uniform, and key channels differ in size.
 
-llama.cpp does not load every shape that kvrun does: its qwen2 needs `n_embd = n_head * head_dim` (the default here), and
-neither architecture takes a `head_dim_v` of its own or a number of KV heads that differs from layer to layer.
+llama.cpp does not load every shape that kvrun does: its qwen2 needs `n_embd = n_head * head_dim` (the default here),
+and neither architecture takes a `head_dim_v` of its own or a number of KV heads that differs from layer to layer.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def make_tiny_model(
     """Write the model and return its path.
 
     n_head_kv: one number, or one per layer.  head_dim_v: channels of a value head, those of a key head by default.
-    n_embd: 64 by default, or what llama.cpp needs.  n_ctx: context length in the metadata, in tokens.  tied: leave the output matrix out, so that the embedding serves.
+    n_embd: 64 by default, or what llama.cpp needs.  n_ctx: context length in the metadata, in tokens.
+    tied: leave the output matrix out, so that the embedding serves.
     rope_scale: linear RoPE scaling.  rope_factors: write `rope_freqs.weight`, as Llama 3 has it (llama only).
     """
     import gguf
