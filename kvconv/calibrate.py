@@ -25,13 +25,16 @@ if TYPE_CHECKING:
     from kvrun.models import Model
 
 
+DEFAULT_CONTEXT = 4096
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the user chose.
 
     bits_k, bits_v: code widths.  group: values per scale, None for 64 or what divides the head.
-    sinks, window, chunk_tokens, n_ctx: tokens.  n_ctx: positions to place chunks over; 0 is 4096, or what the model was
-    trained for where that is less.
+    sinks, window, chunk_tokens, n_ctx: tokens.  n_ctx: positions to place chunks over; 0 is what the model was trained
+    for, None is that but at most 4096.
     """
 
     bits_k: int = 4
@@ -41,7 +44,7 @@ class Settings:
     window: int = 32
     n_chunks: int = 8
     chunk_tokens: int = 512
-    n_ctx: int = 0
+    n_ctx: int | None = None
     seed: int = 0
 
     def check(self, geometry: Sequence[LayerGeometry]) -> None:
@@ -88,7 +91,8 @@ def draw(
     """Cut the text into chunks and place them over the context; KvError where the text or the context is too short."""
     if settings.chunk_tokens <= settings.sinks:
         raise KvError(f"a chunk of {settings.chunk_tokens} tokens holds nothing but sinks; raise --chunk-tokens")
-    n_ctx = settings.n_ctx or min(4096, n_ctx_train or 4096)
+    trained = n_ctx_train or DEFAULT_CONTEXT
+    n_ctx = min(DEFAULT_CONTEXT, trained) if settings.n_ctx is None else settings.n_ctx or trained
     if settings.chunk_tokens > n_ctx:
         raise KvError(f"chunks of {settings.chunk_tokens} tokens exceed the context of {n_ctx}; lower --chunk-tokens")
     tokens = cut(text.content, encode, settings.n_chunks, settings.chunk_tokens, bos=bos)

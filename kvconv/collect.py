@@ -56,8 +56,8 @@ class ChannelStatistics:
 
     @property
     def range(self) -> np.ndarray:
-        """Largest minus smallest value, float32 [head_dim]."""
-        return self.high - self.low
+        """Largest minus smallest value, float64 [head_dim]."""
+        return self.high.astype(np.float64) - self.low
 
     @property
     def deviation(self) -> float:

@@ -8,6 +8,7 @@ import typer
 
 from kvrun.commands.common import ModelArgument, ModelOption, ThreadsOption, choose_model, set_threads
 from kvrun.console import UsageError, note, printable, progress
+from kvrun.errors import KvError
 
 WIDTHS = (2, 3, 4, 5, 6, 8, 16)
 
@@ -63,11 +64,12 @@ WindowOption = Annotated[int, typer.Option("--window", metavar="N", min=0, help=
 ChunksOption = Annotated[int, typer.Option("--chunks", metavar="N", min=1, help="Pieces of text to read.")]
 ChunkTokensOption = Annotated[int, typer.Option("--chunk-tokens", metavar="N", min=2, help="Tokens of a piece.")]
 ContextOption = Annotated[
-    int,
+    int | None,
     typer.Option(
         "-c", "--ctx-size", metavar="N", min=0,
-        help="Context you mean to use; pieces are spread over its positions. 0 is what the model was trained for, "
-        "at most 4096.",
+        help="Context you mean to use: pieces are spread over its positions. 0 is what the model was trained for; if "
+        "left out, that but at most 4096.",
+        show_default=False,
     ),
 ]  # fmt: skip
 SeedOption = Annotated[
@@ -90,7 +92,7 @@ def calibrate(
     window: WindowOption = 32,
     chunks: ChunksOption = 8,
     chunk_tokens: ChunkTokensOption = 512,
-    ctx_size: ContextOption = 0,
+    ctx_size: ContextOption = None,
     seed: SeedOption = 0,
     threads: ThreadsOption = None,
 ) -> None:
@@ -104,22 +106,25 @@ def calibrate(
         raise UsageError(f"--sinks {sinks} leaves nothing of a piece of --chunk-tokens {chunk_tokens}")
     set_threads(threads)
 
-    from kvrun.locate import find_model
-
     from kvconv import report
     from kvconv.calibrate import Settings, budget_bytes, draw
     from kvconv.calibrate import calibrate as run
     from kvconv.output import check_output, output_path, write
     from kvconv.text import read_text
     from kvrun.gguf_file import GGUFFile
+    from kvrun.locate import find_model
     from kvrun.models import load_model
+    from kvrun.recipe import SIDECAR_TYPE
     from kvrun.tables import markdown
     from kvrun.tokenizer import Tokenizer
 
     path = find_model(chosen)
     target = output_path(path, out, sidecar=sidecar)
     check_output(target, path, sidecar=sidecar, force=force)
-    loaded = load_model(path, budget_bytes=budget_bytes(GGUFFile(path)))
+    file = GGUFFile(path)
+    if file.get("general.type") == SIDECAR_TYPE:
+        raise KvError(f"{path} is a recipe alone; give the model that it belongs to")
+    loaded = load_model(path, budget_bytes=budget_bytes(file))
     settings = Settings(
         bits_k=k_bits or bits,
         bits_v=v_bits or bits,
@@ -140,7 +145,7 @@ def calibrate(
     note(f"text: {printable(text.name)}, {n_found} pieces of {chunk_tokens} tokens", style="dim")
     if n_found < chunks:
         note(f"note: the text is short, {n_found} pieces instead of {chunks}", style="yellow")
-    if ctx_size > loaded.config.n_ctx_train > 0:
+    if ctx_size is not None and ctx_size > loaded.config.n_ctx_train > 0:
         note(f"note: the model was trained for {loaded.config.n_ctx_train} tokens, not {ctx_size}", style="yellow")
     with progress("calibrating", n_layer, unit="layers") as advance:
         recipe = run(loaded, sample, settings, on_progress=advance)

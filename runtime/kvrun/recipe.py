@@ -5,6 +5,7 @@ This module is the only reader and writer of `kvconv.*` metadata; `kvconv` fills
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 VERSION_KEY = fmt.PREFIX + "version"
 CHECKSUM_KEY = fmt.PREFIX + "sha256"
 SIDECAR_PREFIX = "kvconv-"
+#: `general.type` of a sidecar.
+SIDECAR_TYPE = "kvconv"
 
 Scores = tuple[tuple[float, ...], ...]
 SCORES = ("k_before", "k_after", "v_before", "v_after")
@@ -184,9 +187,12 @@ class Recipe:
         """First 12 hex digits of the sha256 over everything the recipe holds."""
         return fmt.content_sha256(self._content())[:12]
 
-    def check_fits(self, model: GGUFFile, *, name: str = "the recipe") -> None:
-        """Raise RecipeError where the recipe was made for another model."""
-        if self.fingerprint != model.fingerprint():
+    def check_fits(
+        self, model: GGUFFile, geometry: Sequence[LayerGeometry] | None = None, *, name: str = "the recipe"
+    ) -> None:
+        """Raise RecipeError where the recipe was made for another model; `geometry` is the model's, where known."""
+        fits = self.fingerprint == model.fingerprint() and self.arch == model.arch
+        if not fits or (geometry is not None and self.geometry != tuple(geometry)):
             advice = "calibrate this model with kvconv calibrate, or run it without a recipe (--no-recipe)"
             raise RecipeError(f"{name} was made for another model than {model.path.name}; {advice}")
 
@@ -236,9 +242,12 @@ def recipe_source(model: GGUFFile, explicit: str | Path | None = None) -> Path |
     return beside if beside.exists() else None
 
 
-def find_recipe(model: GGUFFile, explicit: str | Path | None = None) -> Recipe | None:
+def find_recipe(
+    model: GGUFFile, explicit: str | Path | None = None, *, geometry: Sequence[LayerGeometry] | None = None
+) -> Recipe | None:
     """The recipe for `model`, or None where there is none: the file named, else embedded, else the sidecar.
 
+    geometry: of the model's cache; where it is given, a recipe of another shape is refused here.
     Raises RecipeError where it is damaged, of a newer version or for another model, GGUFError where the file is.
     """
     path = recipe_source(model, explicit)
@@ -247,11 +256,11 @@ def find_recipe(model: GGUFFile, explicit: str | Path | None = None) -> Recipe |
     from .gguf_file import GGUFFile
 
     recipe = Recipe.from_metadata(model if path == model.path else GGUFFile(path))
-    recipe.check_fits(model, name=path.name if path != model.path else "the recipe in this file")
+    recipe.check_fits(model, geometry, name=path.name if path != model.path else "the recipe in this file")
     return recipe
 
 
 def sidecar_metadata(recipe: Recipe, model_name: str) -> dict[str, Any]:
     """What a sidecar file holds: the recipe, and the standard keys that say what kind of GGUF file it is."""
-    general = {"general.type": "kvconv", "general.architecture": recipe.arch, "general.name": model_name}
+    general = {"general.type": SIDECAR_TYPE, "general.architecture": recipe.arch, "general.name": model_name}
     return general | recipe.to_metadata()
