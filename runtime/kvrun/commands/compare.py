@@ -1,0 +1,129 @@
+"""`kvrun compare`: our cache types beside llama.cpp's, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvrun.commands.common import (
+    FileOption,
+    ModelArgument,
+    ModelOption,
+    NoRecipeOption,
+    OutputOption,
+    RecipeOption,
+    ThreadsOption,
+    UbatchOption,
+    WeightsBudgetOption,
+    choose_model,
+    load_session,
+    read_text,
+)
+from kvrun.console import note, progress
+from kvrun.tables import OutputFormat, print_rows
+
+if TYPE_CHECKING:
+    from kvrun.compare import Progress
+    from kvrun.results import ResultRow
+
+
+def compare(
+    model_argument: ModelArgument = None,
+    model: ModelOption = None,
+    file: FileOption = None,
+    ctx_size: Annotated[
+        int, typer.Option("-c", "--ctx-size", metavar="N", envvar="LLAMA_ARG_CTX_SIZE", min=4, help="Window in tokens.")
+    ] = 512,
+    chunks: Annotated[
+        int, typer.Option("--chunks", metavar="N", min=-1, help="Windows of the text to measure; -1 is all.")
+    ] = 3,
+    recipe: RecipeOption = None,
+    no_recipe: NoRecipeOption = False,
+    ubatch: UbatchOption = 512,
+    threads: ThreadsOption = None,
+    weights_budget: WeightsBudgetOption = None,
+    output: OutputOption = OutputFormat.md,
+) -> None:
+    """Every cache type on the same text: ours, the recipe, and llama.cpp's with its rotation on and off.
+
+    Each row is measured against the f16 cache of its own engine. Without -f the text is the documentation inside
+    Python's library; 3 windows are enough to tell rows apart that differ by a factor of 1.5.
+    """
+    path = choose_model(model_argument, model)
+    from kvrun.evaluation.texts import MeasuredText, default_text
+
+    text = MeasuredText(Path(file).name, read_text(file)) if file is not None else default_text()
+    session = load_session(
+        path, ctx_size=ctx_size, type_k="f16", type_v="f16", recipe=recipe, no_recipe=no_recipe, threads=threads,
+        weights_budget=weights_budget,
+    )  # fmt: skip
+    import torch
+
+    from kvrun.compare import SAME_TEXT, control_complaint
+    from kvrun.compare import compare as run
+    from kvrun.compare_table import COLUMNS, report
+    from kvrun.evaluation.windows import cut
+
+    tokenizer = session.tokenizer
+    bos = tokenizer.bos if tokenizer.add_bos else None
+    windows = cut(tokenizer.encode(text.text, bos=tokenizer.add_bos), ctx_size, bos=bos, limit=chunks)
+    note(f"{text.name}: {len(windows)} windows of {windows.n_ctx} tokens, {windows.n_scored} scored", style="dim")
+    if session.recipe is None:
+        note("no recipe: its rows are missing; make one with `kvconv calibrate`, or name it with --recipe")
+    elif text.was_used_by(session.recipe):
+        note(f"WARNING: {SAME_TEXT}; measure on another text with -f", style="bold red")
+
+    rows: list[ResultRow] = []
+    with closing(_Reporter()) as reporter:
+        for row in run(
+            session.engine, windows, text, recipe=session.recipe, n_threads=torch.get_num_threads(), n_ubatch=ubatch,
+            on_progress=reporter.progress,
+        ):  # fmt: skip
+            reporter.finished(row)
+            rows.append(row)
+    if output is OutputFormat.md:
+        print(report(rows), end="")
+    else:
+        print_rows([row.as_dict() for row in rows], COLUMNS, output)
+    complaint = control_complaint(rows)
+    if complaint:
+        note(f"WARNING: {complaint}", style="bold red")
+
+
+class _Reporter:
+    """A bar on stderr for the row in work, and a line for each that is done."""
+
+    def __init__(self) -> None:
+        self._bar = ExitStack()
+        self._what = ""
+        self._advance: Callable[..., None] = lambda done: None
+
+    def progress(self, now: Progress) -> None:
+        """Take news of the row in work."""
+        if now.what != self._what:
+            self.close()
+            self._what = now.what
+            self._advance = self._bar.enter_context(progress(now.what, now.total, unit="windows"))
+        self._advance(now.done)
+
+    def finished(self, row: ResultRow) -> None:
+        """Say what came out of a row."""
+        self.close()
+        name = f"{row.engine} {row.type_k}/{row.type_v}"
+        if row.engine == "kvrun":
+            name += f", {row.sinks} sinks, window {row.window}"
+        elif row.type_k != "f16":
+            name += f", rotation {row.rotation}"
+        if row.error:
+            note(f"{name}: {row.error}", style="red")
+        else:
+            note(f"{name}: PPL {row.ppl:.3f}, KLD {row.kld_mean:.4f}", style="dim")
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.close()
+        self._what = ""

@@ -1,0 +1,76 @@
+"""A comparison for people: the columns of its table and the footnote that says what the figures mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvrun.compare import control_complaint
+from kvrun.results import ResultRow
+from kvrun.tables import Column, markdown
+
+COLUMNS = (
+    Column("engine"),
+    Column("cache", "cache K/V"),
+    Column("kept", "full precision"),
+    Column("rotation"),
+    Column("bits_per_value", "bits/value", ".2f"),
+    Column("kv_mib", "KV MiB", ".2f"),
+    Column("ppl", "PPL", ".3f"),
+    Column("kld_mean", "KLD mean", ".4f"),
+    Column("kld_mean_se", "±", ".4f"),
+    Column("kld_p99", "KLD p99", ".4f"),
+    Column("same_top_percent", "same top %", ".2f"),
+    Column("tokens_per_s", "tokens/s", ".0f"),
+    Column("remark", "", empty=""),
+)
+
+
+def table_row(row: ResultRow) -> dict[str, Any]:
+    """The row with the cells that are made of several fields."""
+    cache = row.type_k if row.type_k == row.type_v else f"{row.type_k}/{row.type_v}"
+    if row.recipe:
+        cache += f" ({row.recipe[:8]})"
+    kept = "none" if row.sinks is None or not (row.sinks or row.window) else f"{row.sinks} sinks + last {row.window}"
+    if row.type_k == row.type_v == "f16":
+        kept = "all"
+    remarks = [row.error, row.note, "must fail" if row.control and not row.error else ""]
+    return {
+        **row.as_dict(),
+        "cache": cache,
+        "kept": kept,
+        "kv_mib": None if row.kv_bytes is None else row.kv_bytes / 2**20,
+        "same_top_percent": None if row.same_top is None else 100 * row.same_top,
+        "remark": "; ".join(remark for remark in remarks if remark),
+    }
+
+
+def report(rows: Sequence[ResultRow]) -> str:
+    """The whole table in Markdown with its footnote."""
+    return markdown([table_row(row) for row in rows], COLUMNS) + "\n" + footnote(rows)
+
+
+def footnote(rows: Sequence[ResultRow]) -> str:
+    """What the reference is, how many positions were scored, what is counted in the bits, and the control's verdict."""
+    measured = next((row for row in rows if row.n_scored), None)
+    if measured is None:
+        return "No row has figures.\n"
+    lines = [
+        f"{measured.model} on {measured.text} (sha256 {measured.text_sha256[:12]}), {measured.n_scored} scored "
+        f"positions: the second half of each window of {measured.n_ctx} tokens, as llama-perplexity does it.",
+        "KLD: divergence in nats per token from the f16 cache of the same engine; same top: share of positions with "
+        "that cache's most probable token.",
+        "Bits and MiB are what is allocated for the context, divided by the keys and values it has room for: codes, "
+        "scales, minima, full-precision sinks and window all counted.",
+        "tokens/s: evaluation of the windows with this cache alone, "
+        + "; ".join(_speed(engine, rows) for engine in dict.fromkeys(row.engine for row in rows))
+        + ".",
+    ]
+    complaint = control_complaint(rows)
+    lines.append(f"{complaint[0].upper()}{complaint[1:]}." if complaint else "The control failed, as it must.")
+    return "\n".join(lines) + "\n"
+
+
+def _speed(engine: str, rows: Sequence[ResultRow]) -> str:
+    row = next(row for row in rows if row.engine == engine)
+    return f"{engine} {row.version} ({row.impl}, {row.n_threads} threads)"

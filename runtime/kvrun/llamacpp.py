@@ -1,0 +1,333 @@
+"""llama.cpp beside us: the same tokens through its own KV cache types, in a child process for every row.
+
+Some type combinations abort the interpreter that llama.cpp runs in, so it runs in a child (`kvrun.llamacpp_worker`) and
+whatever happens to the child becomes a row that says so. The child measures its setting against llama.cpp's own f16
+cache, with our metrics code, and reports what llama.cpp's log says about the allocation and the rotation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvrun.errors import KvError
+from kvrun.evaluation.windows import Windows
+from kvrun.plan import LayerGeometry
+from kvrun.results import ResultRow, rotation_name
+
+#: llama.cpp's cache types that a comparison offers, with ggml's numbers.
+CACHE_TYPES = {"f16": 1, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2, "iq4_nl": 20}
+
+#: Other ggml types the child can be asked for: `q6_k` aborts without flash attention, which a test needs.
+OTHER_TYPES = {"f32": 0, "bf16": 30, "q6_k": 14}
+
+#: (values, bytes) of a block of each type.
+BLOCKS = {
+    "f32": (1, 4),
+    "f16": (1, 2),
+    "bf16": (1, 2),
+    "q8_0": (32, 34),
+    "q5_1": (32, 24),
+    "q5_0": (32, 22),
+    "q4_1": (32, 20),
+    "q4_0": (32, 18),
+    "iq4_nl": (32, 18),
+    "q6_k": (256, 210),
+}
+
+#: Seconds without a word from the child after which it is stopped.
+TIMEOUT_S = 900.0
+
+_MIB = 1024 * 1024
+
+
+class LlamaCppError(KvError):
+    """The child process that runs llama.cpp gave no result."""
+
+
+@dataclass(frozen=True)
+class LlamaSetting:
+    """How llama.cpp keeps its cache. rotate: leave its rotation of quantized caches as it is (on), or switch it off."""
+
+    type_k: str
+    type_v: str
+    rotate: bool = True
+    flash_attn: bool = True
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a child said. events: by name, the last of each.  error: why there is no result; empty when there is one."""
+
+    events: dict[str, dict[str, Any]]
+    error: str = ""
+
+
+def measure(
+    model: Path,
+    windows: Windows,
+    setting: LlamaSetting,
+    geometry: Sequence[LayerGeometry],
+    *,
+    n_threads: int,
+    n_ubatch: int = 512,
+    extra_buffers: bool | None = None,
+    timeout_s: float = TIMEOUT_S,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> ResultRow:
+    """Measure one setting of llama.cpp's on `windows`, against its own f16 cache. Never raises for what the child does.
+
+    geometry: of the model's cache, to turn llama.cpp's rounded MiB into bytes and bits per value.
+    n_ubatch: at most 512, llama.cpp's default: a larger one changes nothing but memory.
+    extra_buffers: weight repacking; None asks `extra_buffers_work`.
+    timeout_s: seconds without progress after which the child is stopped.
+    on_progress: called with (windows done, windows in all).
+    """
+    row = ResultRow(
+        engine="llama.cpp", type_k=setting.type_k, type_v=setting.type_v, n_ctx=windows.n_ctx, n_threads=n_threads
+    )
+    if extra_buffers is None:
+        extra_buffers = extra_buffers_work(model, n_threads)
+    request = {
+        **_request("compare", model, setting, n_threads, min(n_ubatch, 512), extra_buffers),
+        "base_types": [CACHE_TYPES["f16"], CACHE_TYPES["f16"]],
+        "n_ctx": windows.n_ctx,
+        "windows": windows.tokens.tolist(),
+    }
+
+    def watch(event: dict[str, Any]) -> None:
+        if event["event"] == "progress" and on_progress is not None:
+            on_progress(event["window"], event["n_windows"])
+
+    outcome = run_child(request, rotate=setting.rotate, timeout_s=timeout_s, on_event=watch)
+    context, result = outcome.events.get("context", {}), outcome.events.get("result")
+    row = replace(
+        row,
+        rotation=rotation_name(context.get("rot_k"), context.get("rot_v")) if context else _asked(setting),
+        impl="cpu+repack" if extra_buffers else "cpu",
+        version=context.get("version", ""),
+        **_allocation(setting, geometry, context),
+    )
+    if outcome.error or result is None:
+        return replace(row, error=outcome.error or "the llama.cpp child ended without a result")
+    summary = dict(result["summary"])
+    return replace(row, n_scored=summary.pop("n"), tokens_per_s=result["tokens_per_s"], **summary)
+
+
+def logits(
+    model: Path,
+    tokens: Sequence[int],
+    out: Path,
+    *,
+    type_k: str = "f16",
+    type_v: str = "f16",
+    rotate: bool = True,
+    flash_attn: bool = True,
+    n_threads: int = 1,
+    n_batch: int = 512,
+    extra_buffers: bool | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> np.ndarray:
+    """llama.cpp's logits for all `tokens`, written to `out` (.npy) a batch at a time: float32 [n, n_vocab], mapped.
+
+    Raises LlamaCppError with the reason when the child fails.
+    """
+    if extra_buffers is None:
+        extra_buffers = extra_buffers_work(model, n_threads)
+    setting = LlamaSetting(type_k, type_v, rotate, flash_attn)
+    request = {
+        **_request("logits", model, setting, n_threads, n_batch, extra_buffers),
+        "n_ctx": len(tokens),
+        "tokens": [int(token) for token in tokens],
+        "out": str(out),
+    }
+    outcome = run_child(request, rotate=rotate, timeout_s=timeout_s)
+    if outcome.error:
+        raise LlamaCppError(outcome.error)
+    array: np.ndarray = np.load(out, mmap_mode="r")
+    return array
+
+
+@lru_cache(maxsize=8)
+def extra_buffers_work(model: Path, n_threads: int) -> bool:
+    """Whether llama.cpp survives its own weight repacking here, tried once per model in a child of its own.
+
+    With it, processes die in `ggml_backend_amx_mul_mat` on some machines that announce AMX (llama.cpp issue 20824);
+    rows say in `impl` which of the two ran.
+    """
+    request = {
+        **_request("probe", model, LlamaSetting("f16", "f16"), n_threads, 64, True),
+        "n_ctx": 64,
+        "tokens": [0] * 64,
+    }
+    return not run_child(request, rotate=True, timeout_s=TIMEOUT_S).error
+
+
+def _request(
+    mode: str, model: Path, setting: LlamaSetting, n_threads: int, n_ubatch: int, extra_buffers: bool
+) -> dict[str, Any]:
+    return {
+        "mode": mode,
+        "model": str(model),
+        "types": [ggml_type(setting.type_k), ggml_type(setting.type_v)],
+        "flash_attn": setting.flash_attn,
+        "n_threads": n_threads,
+        "n_ubatch": n_ubatch,
+        "extra_buffers": extra_buffers,
+    }
+
+
+def ggml_type(name: str) -> int:
+    """ggml's number of a cache type."""
+    known = CACHE_TYPES | OTHER_TYPES
+    if name not in known:
+        raise KvError(f"llama.cpp has no cache type {name}; use one of {', '.join(CACHE_TYPES)}")
+    return known[name]
+
+
+def _asked(setting: LlamaSetting) -> str:
+    """What was asked for, in a row whose child did not live to say what it got."""
+    return rotation_name(setting.rotate and setting.type_k != "f16", setting.rotate and setting.type_v != "f16")
+
+
+def _allocation(setting: LlamaSetting, geometry: Sequence[LayerGeometry], context: dict[str, Any]) -> dict[str, Any]:
+    """Bytes and bits per value from what llama.cpp's log says it allocated.
+
+    The log gives the number of cells (tokens, rounded up by llama.cpp) and MiB to two decimals. Cells times the blocks
+    of each type gives the same to the byte; where the two disagree, the log is right.
+    """
+    if context.get("kv_mib") is None:
+        return {"kv_bytes": None, "bits_per_value": None}
+    exact, n_values = 0, 0
+    for layer in geometry:
+        for name, head_dim in ((setting.type_k, layer.head_dim_k), (setting.type_v, layer.head_dim_v)):
+            values, n_bytes = BLOCKS[name]
+            row = layer.n_head_kv * head_dim
+            exact += context["n_cells"] * (row // values) * n_bytes
+            n_values += context["n_cells"] * row
+    logged = context["kv_mib"] * _MIB
+    n_bytes = exact if abs(exact - logged) <= 0.02 * _MIB else round(logged)
+    return {"kv_bytes": n_bytes, "bits_per_value": n_bytes * 8 / n_values}
+
+
+def run_child(
+    request: dict[str, Any],
+    *,
+    rotate: bool,
+    timeout_s: float,
+    on_event: Callable[[dict[str, Any]], None] | None = None,
+) -> Outcome:
+    """Run one request in a child and collect what it says. The child is gone when this returns or raises."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "kvrun.llamacpp_worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=_environment(rotate),
+        # Ctrl-C reaches us alone; we end the child.
+        start_new_session=True,
+    )
+    assert child.stdin is not None and child.stdout is not None and child.stderr is not None
+    lines: queue.Queue[bytes] = queue.Queue()
+    stderr: list[bytes] = []
+    readers = [
+        threading.Thread(target=_pump, args=(child.stdout, lines.put), daemon=True),
+        threading.Thread(target=_pump, args=(child.stderr, stderr.append), daemon=True),
+    ]
+    for reader in readers:
+        reader.start()
+    events: dict[str, dict[str, Any]] = {}
+    finished = False
+    try:
+        with suppress(BrokenPipeError):  # a child that is dead already says why by its exit status
+            child.stdin.write(json.dumps(request).encode() + b"\n")
+            child.stdin.flush()
+        while line := lines.get(timeout=timeout_s):
+            with suppress(ValueError):  # half a line of a child that was killed while writing
+                event = json.loads(line)
+                events[event["event"]] = event
+                if on_event is not None:
+                    on_event(event)
+        finished = True
+    except queue.Empty:
+        events.pop("result", None)
+    finally:
+        _end(child, patience_s=30.0 if finished else 0.0)
+        for reader in readers:
+            reader.join(timeout=5)
+    if not finished:
+        return Outcome(events, f"llama.cpp said nothing for {timeout_s:g} s and was stopped")
+    return Outcome(events, _why(child.returncode, events, b"".join(stderr).decode("utf-8", "replace")))
+
+
+def _environment(rotate: bool) -> dict[str, str]:
+    """The child's environment: our packages importable, no debugger started by ggml's abort, the rotation as asked."""
+    environment = dict(os.environ)
+    roots = [str(Path(__file__).resolve().parents[1])]
+    roots += [path for path in sys.path if path and path not in roots]
+    environment["PYTHONPATH"] = os.pathsep.join(roots)
+    environment["GGML_NO_BACKTRACE"] = "1"
+    # Threads that spin at barriers make llama.cpp many times slower as soon as anything else wants the CPU.
+    environment.setdefault("OMP_WAIT_POLICY", "passive")
+    environment.pop("LLAMA_ATTN_ROT_DISABLE", None)
+    if not rotate:
+        environment["LLAMA_ATTN_ROT_DISABLE"] = "1"
+    return environment
+
+
+def _pump(stream: Any, put: Callable[[bytes], None]) -> None:
+    """Read lines until the child closes the stream, then put an empty one."""
+    for line in stream:
+        put(line)
+    put(b"")
+
+
+def _end(child: subprocess.Popen[bytes], patience_s: float) -> None:
+    """Wait for a child that has closed its stdout, and stop one that has not left by then."""
+    try:
+        child.wait(timeout=patience_s)
+    except subprocess.TimeoutExpired:
+        child.kill()
+    finally:
+        if child.poll() is None:
+            child.kill()
+        child.wait()
+        if child.stdin is not None:
+            with suppress(OSError):
+                child.stdin.close()
+
+
+def _why(status: int, events: dict[str, dict[str, Any]], stderr: str) -> str:
+    """One line for a child that did not deliver: its own words, its last words, or how it died. Empty when it did."""
+    if status == 0 and "result" in events:
+        return ""
+    if "error" in events:
+        return f"llama.cpp: {events['error']['message']}"
+    last = _last_words(stderr)
+    if status < 0 or status > 128:
+        number = -status if status < 0 else status - 128
+        with suppress(ValueError):
+            return f"llama.cpp ended by {signal.Signals(number).name}" + (f": {last}" if last else "")
+    return f"llama.cpp ended with status {status}" + (f": {last}" if last else "")
+
+
+def _last_words(stderr: str) -> str:
+    """The line of stderr that says why: a failed assertion, else the last line; without the build machine's paths."""
+    lines = [" ".join(line.split()) for line in stderr.splitlines() if line.strip()]
+    asserted = [line for line in lines if "GGML_ASSERT" in line or "GGML_ABORT" in line]
+    line = (asserted or lines or [""])[-1]
+    return re.sub(r"^\S*[/\\](?=[^/\\\s]+:\d+:)", "", line)
