@@ -147,8 +147,8 @@ def stderr() -> Console:
 
 
 def note(text: str, *, style: str | None = None) -> None:
-    """One line on stderr. `text` is printed as it is: no markup."""
-    stderr().print(text, style=style)
+    """One line on stderr. `text` is printed as it is: no markup. `NO_COLOR` takes the style away."""
+    stderr().print(text, style=None if os.environ.get("NO_COLOR") else style)
 
 
 @contextmanager

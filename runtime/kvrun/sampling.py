@@ -56,7 +56,8 @@ class Sampler:
             ids, kept = ids[:n], kept[:n]
         if self.greedy:
             return ids[:1], np.ones(1)
-        return ids, _softmax((kept - kept[0]) / self.options.temp)
+        with np.errstate(over="ignore"):  # a tiny temperature: -inf, and so probability 0, is the right limit
+            return ids, _softmax((kept - kept[0]) / self.options.temp)
 
     def sample(self, logits: Any) -> int:
         """The next token. logits: [n_vocab] or [1, n_vocab], tensor or array. Raises KvError if they are not finite."""
