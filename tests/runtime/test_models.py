@@ -19,6 +19,7 @@ from kvrun.gguf_file import GGUFFile
 from kvrun.gguf_write import rewrite
 from kvrun.layers import Rope
 from kvrun.models import load_model, supported_architectures
+from kvrun.models.llama import Llama
 from kvrun.plan import LayerGeometry
 from tools.make_tiny_model import ARCHITECTURES, make_tiny_model
 
@@ -94,9 +95,12 @@ def test_a_chunk_is_its_tokens_one_by_one(path: Path) -> None:
 def test_biases_of_qwen2_are_used_and_required(tmp_path: Path) -> None:
     path = make_tiny_model("qwen2", tmp_path / "m.gguf")
     model = load_model(path)
+    assert isinstance(model, Llama)
     linear = model.blk[0].attn_k
+    bias = linear.bias
+    assert bias is not None
     x = torch.randn(2, model.config.n_embd)
-    torch.testing.assert_close(linear(x), x @ linear.weight.T + linear.bias)
+    torch.testing.assert_close(linear(x), x @ linear.weight.T + bias)
     content = path.read_bytes().replace(b"blk.1.attn_k.bias", b"blk.1.attn_k.bios")
     (tmp_path / "bare.gguf").write_bytes(content)
     with pytest.raises(KvError, match=r"blk\.1\.attn_k\.bi[ao]s"):

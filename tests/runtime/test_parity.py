@@ -59,7 +59,7 @@ def divergence(ours: np.ndarray, theirs: np.ndarray, tokens: Sequence[int]) -> S
     return scores.summary()
 
 
-@pytest.fixture(scope="module", params=TINY.values(), ids=TINY.keys())
+@pytest.fixture(scope="module", params=TINY.values(), ids=list(TINY))
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     arch, options = request.param
     return make_tiny_model(arch, tmp_path_factory.mktemp("parity") / "tiny.gguf", **options)

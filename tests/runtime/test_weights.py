@@ -72,7 +72,12 @@ def test_a_large_matrix_is_multiplied_in_pieces(path: Path, monkeypatch: pytest.
     pieces = Weights(GGUFFile(path), dtype=torch.float64, budget_bytes=0)
     seen: list[int] = []
     expand = pieces._expand
-    monkeypatch.setattr(pieces, "_expand", lambda name, rows: seen.append(1) or expand(name, rows))
+
+    def counted(name: str, rows: slice | np.ndarray | None) -> torch.Tensor:
+        seen.append(1)
+        return expand(name, rows)
+
+    monkeypatch.setattr(pieces, "_expand", counted)
     torch.testing.assert_close(pieces.linear(EMBEDDING, x), kept.linear(EMBEDDING, x), rtol=0, atol=1e-12)
     assert len(seen) > 2 and pieces.kept_bytes == 0
     bias = torch.randn(kept.get(EMBEDDING).shape[0], dtype=torch.float64)
