@@ -58,7 +58,8 @@ def test_the_written_model_is_the_model_with_a_recipe(tiny: Path, capsys: pytest
     before = tiny.read_bytes()
     assert kvconv("calibrate", tiny, *FEW) == 0
     out = capsys.readouterr().out
-    assert "tiny-kvconv.gguf" in out and out.count("| layer") == 1 and out.count("\n| ") == 1 + 3 + 1  # rule, layers, total
+    assert "tiny-kvconv.gguf" in out
+    assert out.count("| layer") == 1 and out.count("\n| ") == 1 + 3 + 1  # rule, layers, total
 
     source, result = GGUFFile(tiny), GGUFFile(Path("tiny-kvconv.gguf"))
     assert tiny.read_bytes() == before
