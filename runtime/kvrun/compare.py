@@ -78,12 +78,13 @@ def compare(
     recipe: Recipe | None,
     n_threads: int,
     n_ubatch: int = 512,
-    llama_settings: Sequence[LlamaSetting] = LLAMA_SETTINGS,
+    llama_settings: Sequence[LlamaSetting] | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Iterator[ResultRow]:
     """Measure every setting and yield a row for each, also for those that fail: they carry the reason.
 
     n_threads: of both engines; torch's own setting is the caller's to make.
+    llama_settings: `LLAMA_SETTINGS` for None.
     """
     geometry = engine.model.config.geometry
     path = engine.model.file.path
@@ -102,7 +103,7 @@ def compare(
     for setting, run in zip(settings, runs, strict=True):
         note = SAME_TEXT if setting.plan.recipe and text.was_used_by(recipe) else ""
         yield run.row(model=path.name, text=text, n_threads=n_threads, note=note, control=setting.control)
-    for llama in llama_settings:
+    for llama in LLAMA_SETTINGS if llama_settings is None else llama_settings:
         yield _llama_row(engine, windows, text, llama, n_threads, on_progress)
 
 

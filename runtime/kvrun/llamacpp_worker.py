@@ -200,6 +200,7 @@ def main() -> int:
     _dump_no_core()
     request = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_leave_with_parent, daemon=True).start()
+    send("started", pid=os.getpid())
     try:
         model = LlamaModel(request["model"], Log(), extra_buffers=request["extra_buffers"])
         MODES[request["mode"]](request, model, send)

@@ -8,6 +8,7 @@ depends on the Python version; its hash stands in every row.
 from __future__ import annotations
 
 import ast
+import codecs
 import hashlib
 import platform
 import sysconfig
@@ -76,12 +77,15 @@ class MeasuredText:
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of the text as UTF-8: the same as in a recipe that was calibrated on it."""
+        """Hash of the text as UTF-8: the same as in a recipe that was calibrated on it, but for a byte order mark."""
         return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).hexdigest()
 
     def was_used_by(self, recipe: Recipe | None) -> bool:
         """Whether the recipe was calibrated on this very text: then it measures memory, not quality."""
-        return recipe is not None and recipe.provenance.text_sha256 == self.sha256
+        if recipe is None:
+            return False
+        with_mark = hashlib.sha256(codecs.BOM_UTF8 + self.text.encode("utf-8", "surrogatepass")).hexdigest()
+        return recipe.provenance.text_sha256 in (self.sha256, with_mark)
 
 
 def default_text() -> MeasuredText:

@@ -1,0 +1,251 @@
+"""The comparison from the command line to the table, on a tiny model, and its control."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvrun.compare
+from kvkernels.spec import QuantSpec
+from kvrun.cli import app
+from kvrun.compare import LLAMA_SETTINGS, control_complaint, our_settings
+from kvrun.compare_table import footnote, report
+from kvrun.console import exit_status
+from kvrun.gguf_file import GGUFFile
+from kvrun.gguf_write import write_metadata_file
+from kvrun.llamacpp import LlamaSetting
+from kvrun.models import load_model
+from kvrun.plan import HeadPlan, HeadTransform
+from kvrun.recipe import Provenance, Recipe
+from kvrun.results import ResultRow
+from tools.make_tiny_model import make_tiny_model
+
+FIELDS = [
+    "engine", "type_k", "type_v", "recipe", "rotation", "n_ctx", "n_scored", "ppl", "kld_mean", "kld_p99", "same_top",
+    "bits_per_value", "kv_bytes", "tokens_per_s", "packed_read", "error",
+]  # fmt: skip
+PROSE = "It was the best of times, it was the worst of times, and the children went home with their mothers. " * 20
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model with a recipe beside it (4-bit, values rotated), and a text in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(PROSE)
+    model = make_tiny_model("llama", tmp_path / "tiny.gguf")
+    write_metadata_file(tmp_path / "kvconv-tiny.gguf", make_recipe(model, b"another text").to_metadata())
+    return model
+
+
+def make_recipe(model: Path, text: bytes) -> Recipe:
+    geometry = load_model(model).config.geometry
+    plain = tuple(tuple(HeadPlan(QuantSpec(4, 64)) for _ in range(g.n_head_kv)) for g in geometry)
+    rotated = tuple(
+        tuple(HeadPlan(QuantSpec(4, 64), HeadTransform(hadamard=64)) for _ in range(g.n_head_kv)) for g in geometry
+    )
+    scores = tuple(tuple(0.1 for _ in range(g.n_head_kv)) for g in geometry)
+    made = Provenance(
+        tool_version="0", text_name="t", text_sha256=hashlib.sha256(text).hexdigest(), n_chunks=1, chunk_tokens=8,
+        n_ctx=8, seed=0, objective="roundtrip", k_before=scores, k_after=scores, v_before=scores, v_after=scores,
+    )  # fmt: skip
+    file = GGUFFile(model)
+    return Recipe(file.fingerprint(), file.arch, tuple(geometry), plain, rotated, 4, 32, made)
+
+
+def few(monkeypatch: pytest.MonkeyPatch, *settings: LlamaSetting) -> None:
+    """Keep llama.cpp's part short where the test is about something else."""
+    monkeypatch.setattr(kvrun.compare, "LLAMA_SETTINGS", settings)
+
+
+def kvrun_command(*argv: str | Path) -> int:
+    return exit_status(app, [str(a) for a in argv], prog="kvrun")
+
+
+def compare(*argv: str | Path) -> int:
+    return kvrun_command("compare", *argv, "-t", "1")
+
+
+def test_the_whole_table_as_json(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare(tiny, "-f", "text.txt", "-c", "128", "--chunks", "2", "-o", "json") == 0
+    printed = capsys.readouterr()
+    rows = json.loads(printed.out)
+    assert all(list(row)[: len(FIELDS)] == FIELDS for row in rows)
+    assert all(row["error"] == "" for row in rows), rows
+    names = [(r["engine"], r["type_k"], r["rotation"], r["sinks"], r["window"]) for r in rows if r["engine"] == "kvrun"]
+    assert names == [
+        ("kvrun", "f16", "off", 0, 0),
+        ("kvrun", "kv4", "off", 4, 32),
+        ("kvrun", "kv4", "off", 0, 0),
+        ("kvrun", "auto", "v", 4, 32),
+        ("kvrun", "auto", "v", 0, 0),
+        ("kvrun", "kv1", "off", 0, 0),
+    ]
+    theirs = [(r["type_k"], r["type_v"], r["rotation"]) for r in rows if r["engine"] == "llama.cpp"]
+    assert theirs == [("f16", "f16", "off")] + [
+        (t, t, rotation) for t in ("q8_0", "q5_1", "q4_1", "q4_0", "iq4_nl") for rotation in ("on", "off")
+    ]
+    assert {row["n_scored"] for row in rows} == {2 * 63} and {row["n_ctx"] for row in rows} == {128}
+    by_hand = {"f16": 16.0, "kv4": 4.5, "kv1": (16 + 1.5) / 2, "q8_0": 8.5, "q5_1": 6.0, "q4_1": 5.0, "q4_0": 4.5}
+    for row in rows:
+        if row["type_k"] in by_hand and not row["window"]:
+            assert row["bits_per_value"] == by_hand[row["type_k"]], row["type_k"]
+        quantizes = row["type_k"] != "f16"
+        if row["engine"] == "kvrun":
+            assert (row["packed_read"] > 0) == quantizes
+            assert (row["kld_mean"] > 1e-9) == quantizes
+        assert row["text_sha256"] == hashlib.sha256(PROSE.encode()).hexdigest() and row["model"] == "tiny.gguf"
+        assert bool(row["recipe"]) == (row["type_k"] == "auto")
+    assert [row["type_k"] for row in rows if row["control"]] == ["kv1"]
+    assert "q4_0" in printed.err and "Traceback" not in printed.err
+
+
+def test_the_table_for_people(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    few(monkeypatch, LlamaSetting("q6_k", "f16", flash_attn=False), LlamaSetting("f16", "f16"))
+    assert compare("-m", tiny, "-f", "text.txt", "-c", "64", "--chunks", "1") == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert len(table) == 2 + 6 + 2 and len({len(line) for line in table}) == 1
+    assert any("SIGABRT" in line for line in table), "the row that could not run says why"
+    assert any("4 sinks + last 32" in line for line in table)
+    assert "31 scored" in out and "f16 cache of the same engine" in out and "allocated" in out
+    assert "The control failed, as it must." in out
+
+
+def test_csv_and_jsonl_hold_the_same_rows(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few(monkeypatch)
+    common = (tiny, "-f", "text.txt", "-c", "64", "--chunks", "1", "--no-recipe")
+    assert compare(*common, "-o", "csv") == 0
+    as_csv = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert compare(*common, "-o", "jsonl") == 0
+    as_jsonl = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["type_k"] for row in as_csv] == [row["type_k"] for row in as_jsonl] == ["f16", "kv4", "kv4", "kv1"]
+    for one, other in zip(as_csv, as_jsonl, strict=True):
+        assert float(one["ppl"]) == pytest.approx(other["ppl"])
+        assert ResultRow.from_dict({**other, "a field of tomorrow": 1}).as_dict() == other
+
+
+def test_measuring_on_the_calibration_text_is_said_loudly(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few(monkeypatch)
+    write_metadata_file(Path("same.gguf"), make_recipe(tiny, PROSE.encode()).to_metadata())
+    common = (tiny, "-f", "text.txt", "-c", "64", "--chunks", "1", "-o", "json")
+    assert compare(*common, "--recipe", "same.gguf") == 0
+    printed = capsys.readouterr()
+    assert "WARNING: the recipe was calibrated on the measured text" in printed.err
+    noted = {row["type_k"] for row in json.loads(printed.out) if "calibrated on the measured text" in row["note"]}
+    assert noted == {"auto"}
+    assert compare(*common) == 0
+    printed = capsys.readouterr()
+    assert "WARNING" not in printed.err
+    assert not any(row["note"] for row in json.loads(printed.out))
+
+
+def test_without_a_recipe_its_rows_are_missing_and_that_is_said(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few(monkeypatch)
+    Path("kvconv-tiny.gguf").unlink()
+    assert compare(tiny, "-f", "text.txt", "-c", "64", "--chunks", "1", "-o", "json") == 0
+    printed = capsys.readouterr()
+    assert [row["type_k"] for row in json.loads(printed.out)] == ["f16", "kv4", "kv4", "kv1"]
+    assert "kvconv calibrate" in printed.err
+
+
+def test_rows_that_measure_nothing_say_so(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At a context of 32, sinks and window cover everything: those rows are refused, the others stand."""
+    few(monkeypatch)
+    assert compare(tiny, "-f", "text.txt", "-c", "32", "--chunks", "2", "-o", "json") == 0
+    for row in json.loads(capsys.readouterr().out):
+        covered = row["window"] == 32
+        assert ("cover the context" in row["error"]) == covered
+        assert (row["ppl"] is None) == (row["kld_mean"] is None) == covered
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "says"),
+    [
+        (["-f", "text.txt", "-c", "4000"], 1, "less than one window of 4000"),
+        (["-f", "missing.txt"], 1, "missing.txt"),
+        (["-f", "text.txt", "--recipe", "missing.gguf"], 1, "missing.gguf"),
+        (["-f", "text.txt", "-o", "xml"], 2, "xml"),
+        (["-f", "text.txt", "--chunks", "0"], 1, "--chunks"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tiny: Path, capsys: pytest.CaptureFixture[str], argv: list[str], status: int, says: str
+) -> None:
+    assert compare(tiny, *argv) == status
+    printed = capsys.readouterr()
+    errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and says in errors[0] and printed.out == ""
+
+
+def test_ctrl_c_is_130(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    few(monkeypatch, LlamaSetting("f16", "f16"))
+
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvrun.llamacpp.measure", interrupted)
+    assert compare(tiny, "-f", "text.txt", "-c", "64", "--chunks", "1") == 130
+    assert capsys.readouterr().out == ""
+
+
+def ours(type_k: str, kld: float | None, *, control: bool = False, se: float = 0.0) -> ResultRow:
+    return ResultRow("kvrun", type_k, "f16", kld_mean=kld, kld_mean_se=se, control=control, n_scored=9)
+
+
+def test_a_control_that_does_not_fail_condemns_the_table() -> None:
+    good = [ours("f16", 0.0), ours("kv4", 0.1), ours("kv1", 5.0, control=True, se=0.1)]
+    assert control_complaint(good) == ""
+    for kld in (0.0, 0.1, 0.19):
+        complaint = control_complaint([*good[:2], ours("kv1", kld, control=True)])
+        assert "control did not fail" in complaint and "do not trust this table" in complaint
+    assert "control did not fail" in control_complaint([*good[:2], ours("kv1", 0.5, control=True, se=0.2)])
+    assert "no figure" in control_complaint([*good[:2], ours("kv1", None, control=True)])
+    assert "no figure" in control_complaint(good[:2])
+    theirs = replace(ours("q4_0", 7.0), engine="llama.cpp")
+    assert control_complaint([*good, theirs]) == ""
+    assert "Control did not fail" in footnote([*good[:2], ours("kv1", 0.1, control=True)])
+
+
+def test_a_control_that_does_not_fail_is_said_on_stderr(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few(monkeypatch)
+    monkeypatch.setattr(kvrun.compare, "CONTROL_FACTOR", 1e9)
+    assert compare(tiny, "-f", "text.txt", "-c", "64", "--chunks", "1", "-o", "json") == 0
+    assert "WARNING: control did not fail" in capsys.readouterr().err
+
+
+def test_a_table_of_failures_has_no_figures() -> None:
+    failed = [ResultRow("llama.cpp", "q8_0", "q8_0", error="no | such model")]
+    assert "no \\| such model" in report(failed) and "No row has figures" in report(failed)
+
+
+def test_settings(tiny: Path) -> None:
+    """Every row of the issue is there, and what quantizes also without sinks and window."""
+    geometry = load_model(tiny).config.geometry
+    plans = [s.plan for s in our_settings(geometry, make_recipe(tiny, b""))]
+    assert [(p.type_k, p.type_v, p.sinks, p.window) for p in plans] == [
+        ("f16", "f16", 0, 0),
+        ("kv4", "kv4", 4, 32),
+        ("kv4", "kv4", 0, 0),
+        ("auto", "auto", 4, 32),
+        ("auto", "auto", 0, 0),
+        ("kv1", "f16", 0, 0),
+    ]
+    assert len(LLAMA_SETTINGS) == 11 and len(set(LLAMA_SETTINGS)) == 11
