@@ -12,7 +12,7 @@ ERROR_LEVEL = 4
 _errors: list[str] = []
 
 
-@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+@llama_cpp.llama_log_callback
 def _remember(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
     if level == ERROR_LEVEL:
         _errors.append(text.decode("utf-8", "replace").strip())
