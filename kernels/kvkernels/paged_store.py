@@ -18,7 +18,7 @@ from .spec import QuantSpec
 _C_TYPES = {PTR: ctypes.c_void_p, I64: ctypes.c_int64, F32: ctypes.c_float}
 
 
-def call_function(function: Function, arg_types: Sequence[object]) -> ctypes._CFunctionType:  # type: ignore[name-defined]
+def call_function(function: Function, arg_types: Sequence[object]) -> ctypes._CFunctionType:
     """A compiled function as something that Python calls; it runs without the interpreter lock."""
     prototype = ctypes.CFUNCTYPE(None, *(_C_TYPES[t] for t in arg_types))
     return prototype(function.address)

@@ -62,11 +62,23 @@ class LayerShape:
         return -(-self.chunk * self.group // self.block_rows) * self.block_rows
 
 
+class Turn:
+    """Which of two buffers holds the tokens that were not packed after the last finished step; see `PagedSide`."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def change(self) -> None:
+        """The present step is finished: what it left in the other buffer counts."""
+        self.value ^= 1
+
+
 class PagedSide:
     """Keys or values of one layer: pages, sinks, and the tokens that are not packed yet, all after the transform.
 
-    recent, pending: float16 [n_head, window + block - 1, d]: what was not packed after the last finished step, and
-    what will not be when the present one is finished (a working buffer: the two change places).
+    recent: float16 [n_head, window + block - 1, d], what is not packed yet. There are two of them, which change
+    places when a step is finished: until then a step can be given up and run again.
+    tail: memory that is shared between layers, see `tail_bytes`.
     """
 
     def __init__(
@@ -81,15 +93,16 @@ class PagedSide:
         n_ctx: int,
         max_chunk: int,
         tail: np.ndarray,
+        turn: Turn,
     ) -> None:
         n_head = len(specs)
-        block = max(spec.block for spec in specs)
-        n_packed = block * (max(n_ctx - sinks - window, 0) // block)
-        self.sinks, self.window, self.block, self.d = sinks, window, block, d
+        self.block = max(spec.block for spec in specs)
+        self.sinks, self.window, self.d, self.turn = sinks, window, d, turn
+        n_packed = self.block * (max(n_ctx - sinks - window, 0) // self.block)
         self.store = PagedStore(side, specs, clips, n_packed, d)
-        n_recent = max(min(window + block - 1, n_ctx - sinks), 0)
+        n_recent = max(min(window + self.block - 1, n_ctx - sinks), 0)
         self.sink_part = _halves(n_head, min(sinks, n_ctx), d)
-        self.recent, self.pending = _halves(n_head, n_recent, d), _halves(n_head, n_recent, d)
+        self._recents = _halves(n_head, n_recent, d), _halves(n_head, n_recent, d)
         rows = n_recent + max_chunk
         self.heads = np.zeros((n_head, len(HEAD)), np.int64)
         for i, (row, head) in enumerate(zip(self.heads, self.store.heads, strict=True)):
@@ -101,8 +114,8 @@ class PagedSide:
                 pack=head.pack.address,
                 clip=float_bits(head.clip),
                 sinks=self.sink_part[i].data_ptr(),
-                recent=self.recent[i].data_ptr(),
-                pending=self.pending[i].data_ptr(),
+                recent_0=self._recents[0][i].data_ptr(),
+                recent_1=self._recents[1][i].data_ptr(),
                 tail=tail.ctypes.data + i * rows * d * 2,
             )
 
@@ -112,8 +125,13 @@ class PagedSide:
         return n_head * (window + block - 1 + max_chunk) * d * 2
 
     @property
+    def recent(self) -> torch.Tensor:
+        """What was not packed after the last finished step."""
+        return self._recents[self.turn.value]
+
+    @property
     def n_bytes(self) -> int:
-        """Bytes allocated: codes, scales, minima, sinks and window."""
+        """Bytes allocated: codes, scales, minima, sinks and window (once: its double is working memory)."""
         return self.store.n_bytes + 2 * (self.sink_part.numel() + self.recent.numel())
 
     def packed_end(self, n: int) -> int:
@@ -123,12 +141,6 @@ class PagedSide:
     def n_recent(self, n: int) -> int:
         """Tokens held in `recent` with `n` tokens present."""
         return max(n - self.packed_end(n), 0)
-
-    def commit(self) -> None:
-        """Make the last step final: what was pending is recent now."""
-        self.recent, self.pending = self.pending, self.recent
-        pair = [HEAD.index("recent"), HEAD.index("pending")]
-        self.heads[:, pair] = self.heads[:, pair[::-1]]
 
 
 class Workspace:
@@ -158,11 +170,11 @@ class Workspace:
         """Working memory in bytes."""
         return sum(part.nbytes for parts in self._shared.values() for part in parts)
 
-    def begin(self, n_before: int, n: int) -> None:
-        """Say which tokens the next step of every layer appends."""
+    def begin(self, n_before: int, n: int, turn: Turn) -> None:
+        """Say which tokens the next step of every layer appends, to the cache whose turn this is."""
         if not 1 <= n <= self.max_chunk:
             raise ValueError(f"a step takes 1 to {self.max_chunk} tokens, not {n}")
-        set_fields(self.step, STEP, n_before=n_before, n=n, bad=0)
+        set_fields(self.step, STEP, n_before=n_before, n=n, turn=turn.value, bad=0)
 
     @property
     def bad(self) -> bool:
@@ -202,6 +214,7 @@ class PagedLayer:
         n_ctx: int,
         scale: float,
         work: Workspace,
+        turn: Turn,
     ) -> None:
         self.shape, self.work = shape, work
         sides = []
@@ -209,8 +222,8 @@ class PagedLayer:
             block = max(spec.block for spec in specs)
             n_bytes = PagedSide.tail_bytes(shape.n_kv, d, block, window, work.max_chunk)
             tail = work.shared(f"tail_{side}", n_bytes)
-            common = {"sinks": sinks, "window": window, "n_ctx": n_ctx, "max_chunk": work.max_chunk, "tail": tail}
-            sides.append(PagedSide(side, specs, clips, d, **common))  # type: ignore[arg-type]
+            limits = {"sinks": sinks, "window": window, "n_ctx": n_ctx, "max_chunk": work.max_chunk}
+            sides.append(PagedSide(side, specs, clips, d, **limits, tail=tail, turn=turn))  # type: ignore[arg-type]
         self.k, self.v = sides
         self.append = append_op(shape.d_k, shape.d_v)
         self.attend = attend_op(shape.d_k, shape.d_v, shape.block_rows, shape.max_rows)
@@ -265,11 +278,6 @@ class PagedLayer:
         for op in (self.append, self.attend, self.combine):
             self.work.run(op, self.call)
         return out
-
-    def commit(self) -> None:
-        """Make the last step final."""
-        self.k.commit()
-        self.v.commit()
 
 
 def set_fields(row: np.ndarray, names: tuple[str, ...], **values: int) -> None:

@@ -2,8 +2,8 @@
 
 `append` converts a chunk's keys and values to f16, packs what leaves the window and prepares what queries may see in
 full precision; `attend` works through units of (KV head, some queries, part of the context), taken from a shared
-counter; `combine` joins the parts of a context that was split. All three have the signature of ggml's custom operations,
-`op(tensor, thread, n_threads, call)`, and never look at the tensor.
+counter; `combine` joins the parts of a context that was split. All three have the signature of ggml's custom
+operations, `op(tensor, thread, n_threads, call)`, and never look at the tensor.
 
 `call` is an array of int64, one per layer: see `CALL`. Heads are described by `HEAD`, what a step of the model changes
 by `STEP`, so that nothing per layer has to be written for a new token.
@@ -30,10 +30,12 @@ CALL = (
     "k", "k_head", "k_token", "v", "v_head", "v_token",
     "core", "load_k", "load_v", "work", "work_bytes", "parts", "counter", "scale",
 )  # fmt: skip
-#: Fields of a head of one side. tail: float16 tokens of this chunk and those before it that are not packed yet.
-HEAD = ("codes", "scale", "minimum", "unpack", "pack", "clip", "sinks", "recent", "pending", "tail")
-#: Fields of a step: tokens present before it, new tokens, whether a value was not finite (set by `append`).
-STEP = ("n_before", "n", "bad")
+#: Fields of a head of one side. recent_0, recent_1: float16 tokens that are not packed yet, before and after the step,
+#: in turns.  tail: float16 tokens of this chunk and those before it that are not packed yet.
+HEAD = ("codes", "scale", "minimum", "unpack", "pack", "clip", "sinks", "recent_0", "recent_1", "tail")
+#: Fields of a step: tokens present before it, new tokens, which of `recent_0` and `recent_1` holds what is before the
+#: step, whether a value was not finite (set by `append`).
+STEP = ("n_before", "n", "turn", "bad")
 #: A split makes about this many units per thread, so that threads that started late find less to do.
 UNITS_PER_THREAD = 2
 #: Tokens that are worth a unit of their own.
@@ -70,7 +72,7 @@ def _packed_end(e: Emitter, n: Val, call: _Fields, side: SideName) -> Val:
     return sinks + block * (e.smax(n - sinks - call.int("window"), 0) // block)
 
 
-# ---------------------------------------------------------------------------------------------------------------- append
+# --- append
 
 
 def append_op(d_k: int, d_v: int) -> Function:
@@ -108,7 +110,9 @@ def _append_head(e: Emitter, call: _Fields, side: SideName, index: Val, d: int) 
     start, stop = _packed_end(e, n_before, call, side), _packed_end(e, n_after, call, side)
     n_recent = e.smax(n_before - start, 0)
     tail = head.ptr("tail")
-    e.copy(tail, head.ptr("recent"), n_recent * row)
+    first_turn = step.int("turn").eq(0)
+    recents = head.ptr("recent_0"), head.ptr("recent_1")
+    e.copy(tail, first_turn.select(*recents), n_recent * row)
     source = call.ptr(side) + index * call.int(f"{side}_head")
     stride = call.int(f"{side}_token")
     sink_rows, fresh = head.ptr("sinks"), tail + n_recent * row
@@ -127,10 +131,10 @@ def _append_head(e: Emitter, call: _Fields, side: SideName, index: Val, d: int) 
     with e.when(n_packed > 0):
         args = [tail, start - sinks, n_packed, head.ptr("codes"), head.ptr("scale"), head.ptr("minimum")]
         e.call(head.int("pack"), [*args, head.float("clip")])
-    e.copy(head.ptr("pending"), tail + n_packed * row, e.smax(n_after - stop, 0) * row)
+    e.copy(first_turn.select(*recents[::-1]), tail + n_packed * row, e.smax(n_after - stop, 0) * row)
 
 
-# ---------------------------------------------------------------------------------------------------------------- attend
+# --- attend
 
 
 @dataclass(frozen=True)
@@ -274,7 +278,7 @@ class _Unit:
         """Count all tiles, or work on those from `start` to `stop`. The order: packed, mixed, sinks, tail."""
         e, call = self.e, self.call
         sinks, n_before = call.int("sinks"), self.step.int("n_before")
-        tail = {side: _packed_end(e, n_before, call, side) for side in ("k", "v")}  # type: ignore[arg-type]
+        tail = {side: _packed_end(e, n_before, call, side) for side in ("k", "v")}
         done = e.const(I64, 0)
         # Where both sides pack, then where one side packs earlier than the other (their blocks differ), page by page;
         # then the sinks; then what no row sees packed.
@@ -362,7 +366,7 @@ class _Unit:
             e.store(e.load(F32, self.work + self.at.tops + row * 4), place + (4 * d + 4))
 
 
-# --------------------------------------------------------------------------------------------------------------- combine
+# --- combine
 
 
 def combine_op(d_v: int) -> Function:

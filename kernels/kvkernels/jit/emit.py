@@ -150,7 +150,7 @@ class Val:
         return Val(self.e, self.e.b.bitcast(self.v, t))
 
     def to(self, element: ir.Type) -> Val:
-        """Converted, element by element; integers count as unsigned when they widen, as signed when they become floats."""
+        """Converted, element by element; integers are unsigned when they widen, signed when they become floats."""
         old = _element(self.type)
         t = vec(element, self.type.count) if isinstance(self.type, ir.VectorType) else element
         b = self.e.b
