@@ -66,9 +66,25 @@ def footnote(rows: Sequence[ResultRow]) -> str:
         + "; ".join(_speed(engine, rows) for engine in dict.fromkeys(row.engine for row in rows))
         + ".",
     ]
+    lines += _about_llama_cpp([row for row in rows if row.engine == "llama.cpp"])
     complaint = control_complaint(rows)
     lines.append(f"{complaint[0].upper()}{complaint[1:]}." if complaint else "The control failed, as it must.")
     return "\n".join(lines) + "\n"
+
+
+def _about_llama_cpp(rows: Sequence[ResultRow]) -> list[str]:
+    """What has to be known to set llama.cpp's rows beside ours."""
+    if not any(row.n_scored for row in rows):
+        return []
+    lines = [
+        "llama.cpp has no window and no sinks, so its rows stand beside ours without them. It rounds activations to 8 "
+        "bits beside quantized weights: a divergence below about 0.005 there may be that and not the cache."
+    ]
+    if rows[0].n_ctx % 256:
+        lines.append("llama.cpp rounds its context up to a multiple of 256 tokens; its MiB are for that.")
+    if rows[0].impl == "cpu":
+        lines.append("llama.cpp ran without its repacking of weights, which crashes on this machine.")
+    return lines
 
 
 def _speed(engine: str, rows: Sequence[ResultRow]) -> str:

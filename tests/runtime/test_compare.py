@@ -117,6 +117,7 @@ def test_the_table_for_people(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert any("4 sinks + last 32" in line for line in table)
     assert "31 scored" in out and "f16 cache of the same engine" in out and "allocated" in out
     assert "The control failed, as it must." in out
+    assert "no window and no sinks" in out and "multiple of 256" in out
 
 
 def test_csv_and_jsonl_hold_the_same_rows(

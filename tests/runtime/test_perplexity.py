@@ -112,3 +112,15 @@ def test_bad_input_is_one_line(
     printed = capsys.readouterr()
     errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and says in errors[0] and printed.out == "", printed
+
+
+@pytest.mark.model
+def test_the_real_model_through_its_cache(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What fewer bits cost, on a window of the default text; through the cache the order is never in doubt."""
+    rows = {
+        name: row(capsys, smollm2, "--chunks", "1", "-c", "256", "-ctk", name, "-ctv", name, "--kl-divergence")
+        for name in ("kv8", "kv4", "kv2")
+    }
+    klds = [float(str(rows[name]["kld_mean"])) for name in ("kv8", "kv4", "kv2")]
+    assert klds[0] < 1e-3 < klds[1] < 0.2 < 0.3 < klds[2]
+    assert rows["kv4"]["packed_read"] == 30 * sum(max(t + 1 - 36, 0) for t in range(256))
