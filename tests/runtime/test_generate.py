@@ -32,14 +32,14 @@ def generate(capfd: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, s
 def test_greedy_continuation_takes_the_likeliest_token_each_time(
     smollm2: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    status, out, err = generate(capfd, str(smollm2), "-p", PROMPT, "-n", "5", "--temp", "0")
+    status, out, err = generate(capfd, str(smollm2), "-p", PROMPT, "-n", "3", "--temp", "0")
     assert status == 0
     assert "[ Prompt: " in err and "seed" not in err
 
     engine, tokenizer = Engine(load_model(smollm2)), Tokenizer(smollm2)
     tokens = tokenizer.encode(PROMPT)
     prompt = list(tokens)
-    for _ in range(5):
+    for _ in range(3):
         tokens.append(int(engine.forward_bypassing_cache(tokens)[-1].argmax()))
     assert out == tokenizer.decode(tokens[len(prompt) :]) + "\n" and "Paris" in out
 
