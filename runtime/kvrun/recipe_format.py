@@ -22,7 +22,7 @@ AXES: tuple[Axis, ...] = ("token", "channel")
 #: Bits of `kvconv.{k,v}.transform`: what the head's transform is made of.
 HAS_ORDER, HAS_HADAMARD, HAS_MATRIX, HAS_OFFSET = 1, 2, 4, 8
 MAX_HEAD_DIM = 4096
-#: A learned matrix that is worse conditioned than this cannot be undone in float32.
+#: A learned matrix that is worse conditioned than this (1-norm) cannot be undone in float32.
 MAX_CONDITION = 1e6
 
 Heads = tuple[tuple[HeadPlan, ...], ...]
@@ -240,7 +240,7 @@ def _check_head(head: HeadPlan, dim: int, side: str) -> None:
             raise RecipeError("a learned matrix takes no order and no Hadamard block")
         if matrix.shape != (dim, dim) or not np.isfinite(matrix).all():
             raise RecipeError(f"the matrix is not {dim} x {dim} finite numbers")
-        if not np.linalg.cond(matrix.astype(np.float64)) < MAX_CONDITION:
+        if not np.linalg.cond(matrix.astype(np.float64), 1) < MAX_CONDITION:
             raise RecipeError("the matrix cannot be inverted")
 
 

@@ -399,3 +399,29 @@ def test_help_and_version_do_not_load_torch() -> None:
     child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=60)
     assert "RESULT [0, 0, 0, 0] []" in child.stdout, child.stdout + child.stderr
     assert "calibrate" in child.stdout and "kvconv 0." in child.stdout
+
+
+@pytest.mark.model
+def test_keys_of_a_real_model_need_an_offset(smollm2: Path) -> None:
+    """SmolLM2's keys lie far from zero in some channels: every head gains by an offset, none gets worse."""
+    model = load_model(smollm2, budget_bytes=budget_bytes(GGUFFile(smollm2)))
+    settings = Settings(n_chunks=2, chunk_tokens=64)
+    sample = draw(language_reference(), Tokenizer(smollm2).encode, settings, model.config.n_ctx_train, None)
+    recipe = calibrate_model(model, sample, settings)
+    assert all(head.transform.offset is not None for layer in recipe.k for head in layer)
+    before, after = (np.concatenate(getattr(recipe.provenance, name)) for name in ("k_before", "k_after"))
+    assert (after <= before).all() and after.mean() < 0.5 * before.mean()
+    v_before, v_after = (np.concatenate(getattr(recipe.provenance, name)) for name in ("v_before", "v_after"))
+    assert (v_after <= v_before).all() and v_after.mean() < v_before.mean()
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_layer_0_of_qwen_needs_an_offset(qwen: Path) -> None:
+    """Its keys there are so far from zero that four bits without an offset keep a third of the signal at most."""
+    model = load_model(qwen, budget_bytes=budget_bytes(GGUFFile(qwen)))
+    settings = Settings(n_chunks=2, chunk_tokens=128)
+    sample = draw(language_reference(), Tokenizer(qwen).encode, settings, model.config.n_ctx_train, None)
+    recipe = calibrate_model(model, sample, settings)
+    assert all(head.transform.offset is not None for head in recipe.k[0])
+    assert np.mean(recipe.provenance.k_after[0]) < 0.1 * np.mean(recipe.provenance.k_before[0])

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvrun.gguf_write import write_metadata_file
 
 from kvkernels.spec import QuantSpec
 from kvrun.errors import RecipeError
 from kvrun.gguf_file import GGUFFile
+from kvrun.gguf_write import write_metadata_file
 from kvrun.plan import HeadPlan, HeadTransform, LayerGeometry
 from kvrun.recipe import Provenance, Recipe, find_recipe, recipe_source, sidecar_metadata, sidecar_path
 
@@ -92,7 +92,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(recipe=recipes())
 def test_a_written_recipe_reads_back_equal(recipe: Recipe, tmp_path: Path) -> None:
     read = Recipe.from_metadata(written(tmp_path / "r.gguf", recipe.to_metadata()))
@@ -228,6 +228,44 @@ def test_damage_is_named_in_one_line(name: str, tmp_path: Path) -> None:
         Recipe.from_metadata(file)
     assert why in str(raised.value) and "\n" not in str(raised.value)
     assert "kvconv calibrate" in str(raised.value)
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.integers(0, 2**64 - 1),
+    st.booleans(),
+    st.floats(width=32),
+    st.text("kv0\n", max_size=8),
+    st.builds(
+        lambda values, dtype: np.array(values).astype(dtype),
+        st.lists(st.integers(0, 255), max_size=130),
+        st.sampled_from((np.uint8, np.uint16, np.int32, np.uint32, np.float32, np.uint64)),
+    ),
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_value_under_any_key_is_a_recipe_or_an_error_of_one_line(data: st.DataObject, tmp_path: Path) -> None:
+    base = plain_recipe().to_metadata()
+    keys = st.sampled_from([*base, "kvconv.k.matrix", "kvconv.v.order", "kvconv.v.offset"])
+    changes = data.draw(st.dictionaries(keys, VALUES, min_size=1, max_size=3))
+    file = written(tmp_path / "any.gguf", {k: v for k, v in (base | changes).items() if v is not None})
+    try:
+        assert Recipe.from_metadata(file) == plain_recipe()
+    except RecipeError as error:
+        assert "\n" not in str(error) and "any.gguf" in str(error)
+
+
+def test_the_stock_reader_reads_it(tmp_path: Path) -> None:
+    import gguf
+
+    recipe = plain_recipe()
+    write_metadata_file(tmp_path / "r.gguf", sidecar_metadata(recipe, "m"))
+    reader = gguf.GGUFReader(tmp_path / "r.gguf")
+    for key, value in recipe.to_metadata().items():
+        stored = reader.fields[key].contents()
+        assert stored == (value.tolist() if isinstance(value, np.ndarray) else value), key
 
 
 def test_a_newer_version_is_refused_as_such(tmp_path: Path) -> None:
