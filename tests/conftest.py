@@ -74,10 +74,10 @@ def seeds() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def torch_threads() -> None:
-    """Two threads on any machine: sums are split in the same way everywhere, and small tensors gain from no more."""
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    """One thread, also after a test that set more: small tensors lose by more, and sums are split alike everywhere."""
+    torch.set_num_threads(1)
 
 
 def _called_from_us(depth: int) -> bool:
