@@ -36,6 +36,8 @@ def check_output(out: Path, model: Path, *, sidecar: bool, force: bool) -> None:
     if out.exists():
         if out.samefile(model):
             raise KvError(f"{out} is the model itself, which is never changed; write elsewhere with -o")
+        if not out.is_file():
+            raise KvError(f"{out} is not a file; write elsewhere with -o")
         if not force:
             raise KvError(f"{out} exists; overwrite it with --force or write elsewhere with -o")
     try:

@@ -247,6 +247,8 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_pass(
     assert "the folder nowhere does not exist" in error_line(capsys)
     assert kvconv("calibrate", tiny, *FEW, "-o", ".") == 1
     assert "is a folder" in error_line(capsys)
+    assert kvconv("calibrate", tiny, *FEW, "-o", os.devnull, "--force") == 1
+    assert "is not a file" in error_line(capsys)
     Usage = namedtuple("Usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(10, 9, 1 << 20))
     assert kvconv("calibrate", tiny, *FEW) == 1
