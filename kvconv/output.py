@@ -65,7 +65,6 @@ def write(
 ) -> None:
     """Write the recipe as a sidecar, or into a copy of the model whose own recipe, if it has one, is replaced."""
     from kvrun.gguf_write import rewrite, write_metadata_file
-
     from kvrun.recipe_format import PREFIX
 
     if sidecar:
