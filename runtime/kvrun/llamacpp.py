@@ -117,7 +117,7 @@ def measure(
     context, result = outcome.events.get("context", {}), outcome.events.get("result")
     row = replace(
         row,
-        rotation=rotation_name(context.get("rot_k"), context.get("rot_v")) if context else _asked(setting),
+        rotation=_rotation(setting, context),
         impl="cpu+repack" if extra_buffers else "cpu",
         version=context.get("version", ""),
         **_allocation(setting, geometry, context),
@@ -199,9 +199,13 @@ def ggml_type(name: str) -> int:
     return known[name]
 
 
-def _asked(setting: LlamaSetting) -> str:
-    """What was asked for, in a row whose child did not live to say what it got."""
-    return rotation_name(setting.rotate and setting.type_k != "f16", setting.rotate and setting.type_v != "f16")
+def _rotation(setting: LlamaSetting, context: dict[str, Any]) -> str:
+    """What llama.cpp's log says; what was asked for where the child did not live to say it."""
+    if not context:
+        return rotation_name(setting.rotate and setting.type_k != "f16", setting.rotate and setting.type_v != "f16")
+    if context["rot_k"] is None or context["rot_v"] is None:
+        return "unknown"
+    return rotation_name(context["rot_k"], context["rot_v"])
 
 
 def _allocation(setting: LlamaSetting, geometry: Sequence[LayerGeometry], context: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,8 @@ class ResultRow:
 
     engine: `kvrun` or `llama.cpp`.  type_k, type_v: the cache types by the engine's own names.
     recipe: short hash of the recipe, empty without one.
-    rotation: whether cached values are stored rotated (by a Hadamard or a learned matrix): `on`, `k`, `v` or `off`.
+    rotation: whether cached values are stored rotated (by a Hadamard or a learned matrix): `on`, `k`, `v` or `off`;
+        `unknown` where llama.cpp's log does not say.
     n_ctx: tokens per window.  n_scored: positions that every figure is a mean over.
     ppl: perplexity.  kld_mean, kld_p99: KL divergence in nats per token from the same engine's f16 cache.
     same_top: share of positions (0 to 1) where the f16 cache has the same most probable token.

@@ -275,3 +275,21 @@ def test_the_real_model_shows_what_llama_cpps_rotation_does(smollm2: Path) -> No
     assert klds[0] < 0.012 < 0.02 < klds[1] < 0.12 and klds[2] > 1.5 * klds[1]
     assert (on.same_top or 0) > (off.same_top or 0)
     assert on.kv_bytes == off.kv_bytes == 512 * 30 * 2 * 3 * 64 * 4.5 / 8
+
+
+def test_the_log_decides_what_was_allocated(tiny: Path, windows: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its MiB are rounded to two decimals: block sizes give the bytes, unless the log contradicts them."""
+    summary = {"n": 9, "ppl": 2.0, "ppl_se": 0.1}
+
+    def logged(mib: float | None, rot: bool | None) -> ResultRow:
+        context = {"n_cells": 256, "kv_mib": mib, "rot_k": rot, "rot_v": rot, "version": "1"}
+        outcome = llamacpp.Outcome({"context": context, "result": {"summary": summary, "tokens_per_s": 5.0}})
+        monkeypatch.setattr(llamacpp, "run_child", lambda *arguments, **options: outcome)
+        return row(tiny, windows, same("q8_0"), extra_buffers=False)
+
+    exact = 256 * 2 * 2 * 2 * 64 * 8.5 / 8
+    assert logged(round(exact / 2**20, 2), True).kv_bytes == exact
+    assert logged(0.5, True).kv_bytes == 2**19
+    assert logged(0.5, True).bits_per_value == 2**19 * 8 / (256 * 2 * 2 * 2 * 64)
+    silent = logged(None, None)
+    assert (silent.kv_bytes, silent.bits_per_value, silent.rotation, silent.ppl) == (None, None, "unknown", 2.0)
