@@ -36,7 +36,8 @@ class PagedHead:
 
     def __init__(self, side: SideName, spec: QuantSpec, clip: float, n_pages: int, d: int) -> None:
         self.side, self.spec, self.clip, self.d = side, spec, clip, d
-        self.codes = aligned_zeros(n_pages * page_bytes(d, spec.bits)).reshape(n_pages, -1)
+        size = page_bytes(d, spec.bits)
+        self.codes = aligned_zeros(n_pages * size).reshape(n_pages, size)
         shape: tuple[int, ...] = (0,)
         if spec.quantized:
             tokens = n_pages * PAGE

@@ -21,7 +21,7 @@ def _specs(plans: Sequence[HeadPlan]) -> tuple[list, list]:
 
 
 class SideMaps:
-    """The linear maps of one side of one layer: `t`, its inverse and the offset, as `kvrun.cache.LayerSide` has them."""
+    """The linear maps of one side of one layer: `t`, its inverse and the offset of `kvrun.cache.LayerSide`."""
 
     def __init__(self, plans: Sequence[HeadPlan], head_dim: int) -> None:
         # A side that holds one token costs nothing and owns the same matrices.

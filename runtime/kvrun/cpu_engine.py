@@ -79,7 +79,7 @@ class CpuEngine(Engine):
         self._positions = self.memory.tensor(np.zeros(MAX_CHUNK, np.int32))
         self._x = self.memory.tensor(np.zeros((MAX_CHUNK, config.n_embd), np.float32))
         self._x_out = self.memory.tensor(np.zeros((OUTPUT_ROWS, config.n_embd), np.float32))
-        factors = self.weights["rope_freqs.weight"] if "rope_freqs.weight" in self.weights else None
+        factors = self.weights.optional("rope_freqs.weight")
         self.graph = graph(model, self.weights, factors)
         self._outputs: dict[int, tuple[Graph, int]] = {}
 

@@ -58,6 +58,12 @@ class FileTensors:
             self._made[name] = self._make(name)
         return self._made[name]
 
+    def optional(self, name: str) -> int | None:
+        """The ggml tensor, or None where the file has none of this name."""
+        if name not in self:
+            return None
+        return self[name]
+
     def _make(self, name: str) -> int:
         lib, info = self.lib, self.file.tensors[name]
         kind = int(info.type)
