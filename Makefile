@@ -21,7 +21,7 @@ help:
 
 # One stamp per extra: what is there already is neither fetched nor compiled again.
 $(VENV)/.ready-%: pyproject.toml constraints.txt tools/environment.py
-	@command -v "$(PYTHON)" >/dev/null 2>&1 || { \
+	@"$(PYTHON)" -V >/dev/null 2>&1 || { \
 		echo "error: there is no '$(PYTHON)'; install Python 3.10 to 3.13 or name yours: make PYTHON=python3.12" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
 		echo "error: '$(PYTHON)' is $$("$(PYTHON)" -V 2>&1), but Python 3.10 to 3.13 is needed; name one: make PYTHON=python3.12" >&2; exit 1; }

@@ -10,11 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Settings of whoever runs the tests must not decide what they show. Triton reads its own while it is imported.
-for _name in list(os.environ):
-    if _name.startswith(("KVRUN_", "KVCONV_", "LLAMA_", "TRITON_INTERPRET")) and not _name.startswith("KVCONV_TEST_"):
-        del os.environ[_name]
-
 import hypothesis
 import numpy as np
 import pytest
@@ -24,6 +19,11 @@ from kvrun.locate import find_model
 from tools.make_tiny_model import make_tiny_model
 
 OUR_PACKAGES = ("kvconv", "kvrun", "kvkernels")
+
+# Settings of whoever runs the tests must not decide what they show.
+for _name in list(os.environ):
+    if _name.startswith(("KVRUN_", "KVCONV_", "LLAMA_", "TRITON_INTERPRET")) and not _name.startswith("KVCONV_TEST_"):
+        del os.environ[_name]
 
 # The same examples every time: a change fails because of what it changed. `--hypothesis-profile explore` draws others.
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
