@@ -101,6 +101,8 @@ def perplexity(
     running = stderr()
 
     def show(done: int, runs: list[Run]) -> None:
+        # Refused at the first window, so that not even a running figure of an unread cache is seen.
+        runs[0].check()
         running.print(f"[{done}]{runs[0].scores.ppl:.4f},", end="")
 
     try:
