@@ -16,8 +16,9 @@ from .errors import KvError
 from .plan import CachePlan, HeadPlan, HeadTransform
 from .visibility import n_packed, packed_end
 
-#: Attention scores of one step are computed for so many queries at a time that they stay below this (bytes).
-SCORE_BUDGET_BYTES = 32 << 20
+#: Attention scores are computed for so many queries at a time that they stay below this (bytes): what the CPU's cache
+#: holds. Short slices also leave out most of what a query's future would cost.
+SCORE_BUDGET_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -142,8 +143,13 @@ class LayerSide:
             self.recent[:, : self._pending.shape[1]] = self._pending
             self._pending = None
 
-    def seen(self, full: Tensor, full_start: int, first: int, last: int) -> Side:
-        """What the queries at positions `first .. last` see, from what `append` returned."""
+    def restore(self, last: int) -> Tensor | None:
+        """The packed tokens that the query at position `last` sees, restored; None where it sees none."""
+        n = self.packed_end(last + 1) - self.sinks
+        return self.store.read(n, self.dtype) if n > 0 else None
+
+    def seen(self, full: Tensor, full_start: int, first: int, last: int, restored: Tensor | None = None) -> Side:
+        """What the queries at positions `first .. last` see, from what `append` (and `restore`) returned."""
         ends = torch.tensor([self.packed_end(t + 1) for t in range(first, last + 1)])
         n_sink = min(self.sinks, full.shape[1])
         lo = max(int(ends[0]), full_start)  # everything before is packed for all of these queries
@@ -155,7 +161,7 @@ class LayerSide:
             positions = torch.cat([torch.arange(sink_stop), torch.arange(lo, hi)])
         else:
             positions = torch.arange(lo, hi)
-        return Side(self.store, self.sinks, ends, part, positions)
+        return Side(self.store, self.sinks, ends, part, positions, restored)
 
 
 class KVCache:
@@ -209,11 +215,12 @@ class KVCache:
         q = keys.to_queries(q)
         row_bytes = q.shape[0] * (n_before + n) * q.element_size()
         step = max(1, SCORE_BUDGET_BYTES // row_bytes)
+        restored_k, restored_v = keys.restore(n_before + n - 1), values.restore(n_before + n - 1)
         parts = []
         for first in range(n_before, n_before + n, step):
             last = min(first + step, n_before + n) - 1
-            side_k = keys.seen(full_k, start_k, first, last)
-            side_v = values.seen(full_v, start_v, first, last)
+            side_k = keys.seen(full_k, start_k, first, last, restored_k)
+            side_v = values.seen(full_v, start_v, first, last, restored_v)
             positions = torch.arange(first, last + 1)
             part = q[:, first - n_before : last + 1 - n_before]
             parts.append(attend(part, side_k, side_v, positions, scale))

@@ -17,6 +17,8 @@ class Side:
     store: the packed tokens; its token 0 is at position `start`.
     packed_end: int64 [n_q], for each query the position after the last token that it sees packed (>= start).
     full: float16 [n_head_kv, n_full, d], tokens in full precision.  full_positions: int64 [n_full].
+    restored: [n_head_kv, n, d], what `store.read` gives for at least the packed tokens that are seen; None reads them.
+        A caller that attends slice by slice restores them once.
     A query at position `t` sees the token at position `j <= t` packed if `start <= j < packed_end`, else in full.
     """
 
@@ -25,6 +27,11 @@ class Side:
     packed_end: Tensor
     full: Tensor
     full_positions: Tensor
+    restored: Tensor | None = None
+
+    def read(self, n_packed: int, dtype: torch.dtype) -> Tensor:
+        """Restored values of the first `n_packed` packed tokens, [n_head_kv, n_packed, d]."""
+        return self.store.read(n_packed, dtype) if self.restored is None else self.restored[:, :n_packed]
 
     def packed_mask(self) -> Tensor:
         """bool [n_q, n_packed]: which packed tokens each query sees; n_packed is what the farthest query sees."""
@@ -55,7 +62,7 @@ def attend(q: Tensor, k: Side, v: Side, positions: Tensor, scale: float) -> Tens
     packed = k.packed_mask()
     n_packed = packed.shape[1]
     if n_packed:
-        part = (grouped @ k.store.read(n_packed, q.dtype).transpose(1, 2)).view(n_kv, -1, n_q, n_packed)
+        part = (grouped @ k.read(n_packed, q.dtype).transpose(1, 2)).view(n_kv, -1, n_q, n_packed)
         scores[..., k.start : k.start + n_packed] = torch.where(packed, part, -torch.inf)
     full = k.full_mask(positions)
     if full.shape[1]:
@@ -70,7 +77,7 @@ def attend(q: Tensor, k: Side, v: Side, positions: Tensor, scale: float) -> Tens
     n_packed = packed.shape[1]
     if n_packed:
         part = weights[..., v.start : v.start + n_packed] * packed
-        out += part.reshape(n_kv, rows, n_packed) @ v.store.read(n_packed, q.dtype)
+        out += part.reshape(n_kv, rows, n_packed) @ v.read(n_packed, q.dtype)
     full = v.full_mask(positions)
     if full.shape[1]:
         part = weights[..., v.full_positions] * full
