@@ -19,12 +19,22 @@ class Weights:
 
     budget_bytes: how much dequantized weight is kept, first come first kept; the rest is expanded anew each time. None
     takes half of the memory that is available when the model is opened, 0 keeps nothing.
+    block_rows: rows that are multiplied at a time, 0 for all at once. A library's product of one row and of many differ
+        in the last bit; in blocks of one size, a row's result does not depend on how many rows came with it.
     kept_bytes: what is kept at present.
     """
 
-    def __init__(self, file: GGUFFile, *, dtype: torch.dtype = torch.float32, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        file: GGUFFile,
+        *,
+        dtype: torch.dtype = torch.float32,
+        budget_bytes: int | None = None,
+        block_rows: int = 0,
+    ) -> None:
         self.file = file
         self.dtype = dtype
+        self.block_rows = block_rows
         self.budget_bytes = available_bytes() // 2 if budget_bytes is None else budget_bytes
         self.kept_bytes = 0
         self._kept: dict[str, Tensor] = {}
@@ -63,10 +73,18 @@ class Weights:
             n_rows = max(1, _PIECE_BYTES // (n_in * self.dtype.itemsize))
             if n_rows < n_out and not self._fits(n_out * n_in * self.dtype.itemsize):
                 pieces = (slice(first, min(first + n_rows, n_out)) for first in range(0, n_out, n_rows))
-                out = torch.cat([x @ self._expand(name, piece).T for piece in pieces], dim=-1)
+                out = torch.cat([self._product(x, self._expand(name, piece)) for piece in pieces], dim=-1)
                 return out if bias is None else out + bias
             weight = self.get(name)
-        return torch.nn.functional.linear(x, weight, bias)
+        return self._product(x, weight, bias)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not self.block_rows:
+            return torch.nn.functional.linear(x, weight, bias)
+        n = x.shape[0]
+        x = torch.nn.functional.pad(x, (0, 0, 0, -n % self.block_rows))
+        blocks = [torch.nn.functional.linear(block, weight, bias) for block in x.split(self.block_rows)]
+        return (blocks[0] if len(blocks) == 1 else torch.cat(blocks))[:n]
 
     def release(self) -> None:
         """Forget every dequantized tensor."""

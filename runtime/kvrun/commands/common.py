@@ -272,11 +272,13 @@ def load_session(
     threads: int | None = None,
     weights_budget: str | None = None,
     announce: bool = True,
+    block_rows: int = 0,
 ) -> Session:
     """Open a model with its recipe, cache plan, engine and tokenizer.
 
     model: from `choose_model`.  ctx_size: tokens, 0 is from the model.  Other arguments: the options of the same name.
-    announce: say on stderr which cache is used when the user left the choice to us.
+    announce: say on stderr which cache is used when the user left the choice to us.  block_rows: see
+    `kvrun.weights.Weights`.
     """
     budget_bytes = parse_size(weights_budget)
     set_threads(threads)
@@ -285,7 +287,7 @@ def load_session(
     from kvrun.models import load_model
     from kvrun.tokenizer import Tokenizer
 
-    loaded = load_model(model, budget_bytes=budget_bytes)
+    loaded = load_model(model, budget_bytes=budget_bytes, block_rows=block_rows)
     found = load_recipe(loaded, recipe, no_recipe=no_recipe)
     chosen_k, chosen_v = choose_types(type_k, type_v, has_recipe=found is not None)
     plan = plan_for(loaded.config.geometry, chosen_k, chosen_v, recipe=found, sinks=sinks, window=window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -54,12 +55,16 @@ def compare(
     Python's library; 3 windows are enough to tell rows apart that differ by a factor of 1.5.
     """
     path = choose_model(model_argument, model)
+    # Threads that spin while they wait make everything several times slower as soon as anything else wants the CPU.
+    # OpenMP reads this when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from kvrun.engine import CHUNK_INVARIANT_ROWS
     from kvrun.evaluation.texts import MeasuredText, default_text
 
     text = MeasuredText(Path(file).name, read_text(file)) if file is not None else default_text()
     session = load_session(
         path, ctx_size=ctx_size, type_k="f16", type_v="f16", recipe=recipe, no_recipe=no_recipe, threads=threads,
-        weights_budget=weights_budget,
+        weights_budget=weights_budget, block_rows=CHUNK_INVARIANT_ROWS,
     )  # fmt: skip
     import torch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,12 +77,16 @@ def perplexity(
     the documentation inside Python's library.
     """
     path = choose_model(model_argument, model)
+    # Threads that spin while they wait make everything several times slower as soon as anything else wants the CPU.
+    # OpenMP reads this when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from kvrun.engine import CHUNK_INVARIANT_ROWS
     from kvrun.evaluation.texts import MeasuredText, default_text
 
     text = MeasuredText(Path(file).name, read_text(file)) if file is not None else default_text()
     session = load_session(
         path, ctx_size=ctx_size, type_k=type_k, type_v=type_v, recipe=recipe, no_recipe=no_recipe,
-        sinks=sinks, window=window, threads=threads, weights_budget=weights_budget,
+        sinks=sinks, window=window, threads=threads, weights_budget=weights_budget, block_rows=CHUNK_INVARIANT_ROWS,
     )  # fmt: skip
     import torch
 

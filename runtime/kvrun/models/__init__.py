@@ -45,11 +45,16 @@ def supported_architectures() -> dict[str, type[Model]]:
 
 
 def load_model(
-    path_or_word: str | Path, *, dtype: torch.dtype = torch.float32, budget_bytes: int | None = None
+    path_or_word: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    budget_bytes: int | None = None,
+    block_rows: int = 0,
 ) -> Model:
     """Open a model; nothing is dequantized yet.
 
-    path_or_word: a GGUF file, or a word that `kvrun.locate` knows.  budget_bytes: see `kvrun.weights.Weights`.
+    path_or_word: a GGUF file, or a word that `kvrun.locate` knows.  budget_bytes, block_rows: see
+    `kvrun.weights.Weights`.
     Raises GGUFError for a damaged file, UnsupportedModelError for one that cannot be run, with what can.
     """
     file = GGUFFile(find_model(path_or_word))
@@ -61,4 +66,5 @@ def load_model(
     if file.arch not in architectures:
         supported = ", ".join(architectures)
         raise UnsupportedModelError(f"{file.path}: architecture {file.arch!r} is not supported; supported: {supported}")
-    return architectures[file.arch](file, Weights(file, dtype=dtype, budget_bytes=budget_bytes))
+    weights = Weights(file, dtype=dtype, budget_bytes=budget_bytes, block_rows=block_rows)
+    return architectures[file.arch](file, weights)
