@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO := demo
 DEMO_MODEL := $(DEMO)/smollm2-kvconv.gguf
+# Compiled kernels that the tests leave for the next run.
+KERNELS := KVRUN_CACHE="$(CURDIR)/$(VENV)/kernels"
 QUESTION := Explain in two sentences why the sky is blue.
 
 .DEFAULT_GOAL := help
@@ -35,10 +37,10 @@ demo: $(VENV)/.ready-demo
 	$(BIN)/kvrun compare $(DEMO_MODEL)
 
 test: lint
-	$(BIN)/python -m pytest
+	$(KERNELS) $(BIN)/python -m pytest
 
 test-slow: $(VENV)/.ready-test
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(KERNELS) $(BIN)/python -m pytest -m "slow and not gpu"
 
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .

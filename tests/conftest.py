@@ -20,9 +20,11 @@ from tools.make_tiny_model import make_tiny_model
 
 OUR_PACKAGES = ("kvconv", "kvrun", "kvkernels")
 
-# Settings of whoever runs the tests must not decide what they show.
+# Settings of whoever runs the tests must not decide what they show. Where compiled kernels are kept decides only how
+# long the tests take.
+KEPT = ("KVCONV_TEST_", "KVRUN_CACHE")
 for _name in list(os.environ):
-    if _name.startswith(("KVRUN_", "KVCONV_", "LLAMA_", "TRITON_INTERPRET")) and not _name.startswith("KVCONV_TEST_"):
+    if _name.startswith(("KVRUN_", "KVCONV_", "LLAMA_", "TRITON_INTERPRET")) and not _name.startswith(KEPT):
         del os.environ[_name]
 
 # The same examples every time: a change fails because of what it changed. `--hypothesis-profile explore` draws others.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvkernels.attend.cpu import Workspace
+from kvkernels.jit import CompileError, prepare
 
 from .cache import KVCache
 from .cpu_cache import CpuKVCache
@@ -68,6 +69,15 @@ class CpuEngine(Engine):
                 f"the CPU engine has no graph for architecture {model.config.arch!r} (it has {supported}); "
                 "use --engine reference"
             )
+        if any(d % 8 for shape in model.config.geometry for d in (shape.head_dim_k, shape.head_dim_v)):
+            raise UnsupportedModelError(
+                "the CPU engine takes heads of a multiple of 8 channels, which this model's are not; "
+                "use --engine reference"
+            )
+        try:
+            prepare()
+        except CompileError as error:
+            raise KvError(f"the CPU engine cannot compile its kernels ({error}); use --engine reference") from error
         self.lib = load_library()
         self.n_threads = n_threads or default_threads()
         self.backend = Backend(self.lib, self.n_threads)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvkernels.attend.cpu import PagedLayer, set_fields
-from kvkernels.attend.cpu_ops import CALL
+from kvkernels.attend.cpu_call import CALL
 
 from .cpu_cache import SideMaps
 from .ggml import Backend, FileTensors, Graph, Memory

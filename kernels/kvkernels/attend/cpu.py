@@ -19,8 +19,9 @@ from ..jit import Function
 from ..paged_store import PagedStore, aligned_zeros
 from ..quantize.cpu import SideName
 from ..spec import QuantSpec
+from .cpu_call import CALL, HEAD, STEP
 from .cpu_core import core_function
-from .cpu_ops import CALL, HEAD, STEP, append_op, attend_op, combine_op, max_parts, work_layout
+from .cpu_ops import append_op, attend_op, combine_op, max_parts, work_layout
 from .cpu_tiles import load_function
 
 _OP = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)

@@ -5,71 +5,25 @@ full precision; `attend` works through units of (KV head, some queries, part of 
 counter; `combine` joins the parts of a context that was split. All three have the signature of ggml's custom
 operations, `op(tensor, thread, n_threads, call)`, and never look at the tensor.
 
-`call` is an array of int64, one per layer: see `CALL`. Heads are described by `HEAD`, what a step of the model changes
-by `STEP`, so that nothing per layer has to be written for a new token.
+`call` is an array of int64, one per layer: see `cpu_call.CALL`. Heads are described by `HEAD`, what a step of the model
+changes by `STEP`, so that nothing per layer has to be written for a new token.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..jit import F16, F32, I16, I32, I64, PTR, Emitter, Function, Val, compile_function, host_target, vec
+from ..jit import F16, F32, I16, I32, I64, Emitter, Function, Val, compile_function, host_target, vec
 from ..pack.cpu import PAGE
 from ..quantize.cpu import SideName
+from .cpu_call import CALL, HEAD, OP_ARGS, STEP, Fields, packed_end
 from .cpu_core import CORE_ARGS, NOTHING
 from .cpu_tiles import LOAD_ARGS, UNPACK_ARGS, column_blocks
 
-OP_ARGS = (PTR, I32, I32, PTR)
-
-#: Fields of `call`. Pointers are addresses; strides are in bytes.
-#: q_*: float32 queries and their strides.  out_*: float32 results.  k_*, v_*: float32 new keys and values.
-#: heads_k, heads_v: `HEAD` rows.  parts: partial results.  work: scratch memory, `work_bytes` per thread.
-CALL = (
-    "step", "heads_k", "heads_v", "block_k", "block_v", "sinks", "window", "n_kv", "group", "chunk",
-    "q", "q_head", "q_token", "out", "out_head", "out_token",
-    "k", "k_head", "k_token", "v", "v_head", "v_token",
-    "core", "load_k", "load_v", "work", "work_bytes", "parts", "counter", "scale",
-)  # fmt: skip
-#: Fields of a head of one side. recent_0, recent_1: float16 tokens that are not packed yet, before and after the step,
-#: in turns.  tail: float16 tokens of this chunk and those before it that are not packed yet.
-HEAD = ("codes", "scale", "minimum", "unpack", "pack", "clip", "sinks", "recent_0", "recent_1", "tail")
-#: Fields of a step: tokens present before it, new tokens, which of `recent_0` and `recent_1` holds what is before the
-#: step, whether a value was not finite (set by `append`).
-STEP = ("n_before", "n", "turn", "bad")
 #: A split makes about this many units per thread, so that threads that started late find less to do.
 UNITS_PER_THREAD = 2
 #: Tokens that are worth a unit of their own.
 MIN_SPLIT = 8 * PAGE
-
-
-class _Fields:
-    """Reads fields of an array of int64 in the function being written."""
-
-    def __init__(self, e: Emitter, base: Val, names: tuple[str, ...]) -> None:
-        self.e, self.base, self.names = e, base, names
-
-    def at(self, name: str) -> Val:
-        """Where the field lies."""
-        return self.base + 8 * self.names.index(name)
-
-    def int(self, name: str) -> Val:
-        """The field as an int64."""
-        return self.e.load(I64, self.at(name))
-
-    def ptr(self, name: str) -> Val:
-        """The field as a pointer."""
-        return self.e.load(PTR, self.at(name))
-
-    def float(self, name: str) -> Val:
-        """The field's first four bytes as a float32."""
-        return self.e.load(F32, self.at(name))
-
-
-def _packed_end(e: Emitter, n: Val, call: _Fields, side: SideName) -> Val:
-    """`kvrun.visibility.packed_end`: the position after the packed tokens with `n` tokens present."""
-    block = call.int(f"block_{side}")
-    sinks = call.int("sinks")
-    return sinks + block * (e.smax(n - sinks - call.int("window"), 0) // block)
 
 
 # --- append
@@ -82,7 +36,7 @@ def append_op(d_k: int, d_v: int) -> Function:
     def write() -> str:
         e = Emitter(name, OP_ARGS)
         _, thread, n_threads, base = e.args
-        call = _Fields(e, base, CALL)
+        call = Fields(e, base, CALL)
         with e.when(thread.eq(0)):
             e.store(e.const(I64, 0), call.ptr("counter"))
         n_kv = call.int("n_kv")
@@ -101,13 +55,13 @@ def append_op(d_k: int, d_v: int) -> Function:
     return compile_function(name, (d_k, d_v), write)
 
 
-def _append_head(e: Emitter, call: _Fields, side: SideName, index: Val, d: int) -> None:
+def _append_head(e: Emitter, call: Fields, side: SideName, index: Val, d: int) -> None:
     row = 2 * d
-    step = _Fields(e, call.ptr("step"), STEP)
-    head = _Fields(e, call.ptr(f"heads_{side}") + index * (8 * len(HEAD)), HEAD)
+    step = Fields(e, call.ptr("step"), STEP)
+    head = Fields(e, call.ptr(f"heads_{side}") + index * (8 * len(HEAD)), HEAD)
     n_before, n = step.int("n_before"), step.int("n")
     n_after, sinks = n_before + n, call.int("sinks")
-    start, stop = _packed_end(e, n_before, call, side), _packed_end(e, n_after, call, side)
+    start, stop = packed_end(e, n_before, call, side), packed_end(e, n_after, call, side)
     n_recent = e.smax(n_before - start, 0)
     tail = head.ptr("tail")
     first_turn = step.int("turn").eq(0)
@@ -172,9 +126,9 @@ def work_layout(d_k: int, d_v: int, max_rows: int) -> Work:
     return Work(q, sums, totals, tops, tuple(rest[: len(BOUNDS)]), rest[-2], rest[-1], at)
 
 
-def _plan_units(e: Emitter, call: _Fields, n_threads: Val) -> tuple[Val, Val]:
+def _plan_units(e: Emitter, call: Fields, n_threads: Val) -> tuple[Val, Val]:
     """(groups of queries, parts of the context) of this step; every thread and operation comes to the same numbers."""
-    step = _Fields(e, call.ptr("step"), STEP)
+    step = Fields(e, call.ptr("step"), STEP)
     n, chunk = step.int("n"), call.int("chunk")
     n_chunks = (n + chunk - 1) // chunk
     wanted = n_threads.to(I64) * UNITS_PER_THREAD
@@ -195,7 +149,7 @@ def attend_op(d_k: int, d_v: int, rows: int, max_rows: int) -> Function:
     def write() -> str:
         e = Emitter(name, OP_ARGS)
         _, thread, n_threads, base = e.args
-        call = _Fields(e, base, CALL)
+        call = Fields(e, base, CALL)
         work = call.ptr("work") + thread.to(I64) * call.int("work_bytes")
         unit = _Unit(e, call, work, work_layout(d_k, d_v, max_rows), d_k, d_v, rows)
         n_chunks, n_parts = _plan_units(e, call, n_threads)
@@ -212,10 +166,10 @@ def attend_op(d_k: int, d_v: int, rows: int, max_rows: int) -> Function:
 class _Unit:
     """Writes the work on one unit: queries in, tile after tile through the core, results out."""
 
-    def __init__(self, e: Emitter, call: _Fields, work: Val, at: Work, d_k: int, d_v: int, rows: int) -> None:
+    def __init__(self, e: Emitter, call: Fields, work: Val, at: Work, d_k: int, d_v: int, rows: int) -> None:
         self.e, self.call, self.work, self.at = e, call, work, at
         self.d_k, self.d_v, self.rows = d_k, d_v, rows
-        self.step = _Fields(e, call.ptr("step"), STEP)
+        self.step = Fields(e, call.ptr("step"), STEP)
         self.bounds = {name: work + place for name, place in zip(BOUNDS, at.bounds, strict=True)}
 
     def run(self, kv: Val, chunk: Val, part: Val, n_parts: Val, index: Val) -> None:
@@ -226,8 +180,8 @@ class _Unit:
         self.n_queries = e.smin(self.step.int("n") - self.first, size)
         n_rows = self.n_queries * group
         self.n_blocks = (n_rows + self.rows - 1) // self.rows
-        self.k = _Fields(e, call.ptr("heads_k") + kv * (8 * len(HEAD)), HEAD)
-        self.v = _Fields(e, call.ptr("heads_v") + kv * (8 * len(HEAD)), HEAD)
+        self.k = Fields(e, call.ptr("heads_k") + kv * (8 * len(HEAD)), HEAD)
+        self.v = Fields(e, call.ptr("heads_v") + kv * (8 * len(HEAD)), HEAD)
         self._take_queries(kv, n_rows)
         n_tiles = self._tiles(None, None)
         self._tiles(part * n_tiles // n_parts, (part + 1) * n_tiles // n_parts)
@@ -254,7 +208,7 @@ class _Unit:
                 x = e.load(vec(F32, width), source + 4 * c) * scale.splat(width)
                 e.store(x, self.work + (self.at.q + 4 * c) + i * (4 * d))
             n = n_before + token + 1
-            end_k, end_v = _packed_end(e, n, call, "k"), _packed_end(e, n, call, "v")
+            end_k, end_v = packed_end(e, n, call, "k"), packed_end(e, n, call, "v")
             seen = {
                 "zero": e.const(I64, 0), "sinks": e.smin(sinks, n), "k": end_k, "v": end_v,
                 "min": e.smin(end_k, end_v), "max": e.smax(end_k, end_v), "end": e.smax(n, e.smax(end_k, end_v)),
@@ -278,7 +232,7 @@ class _Unit:
         """Count all tiles, or work on those from `start` to `stop`. The order: packed, mixed, sinks, tail."""
         e, call = self.e, self.call
         sinks, n_before = call.int("sinks"), self.step.int("n_before")
-        tail = {side: _packed_end(e, n_before, call, side) for side in ("k", "v")}
+        tail = {side: packed_end(e, n_before, call, side) for side in ("k", "v")}
         done = e.const(I64, 0)
         # Where both sides pack, then where one side packs earlier than the other (their blocks differ), page by page;
         # then the sinks; then what no row sees packed.
@@ -376,8 +330,8 @@ def combine_op(d_v: int) -> Function:
     def write() -> str:
         e = Emitter(name, OP_ARGS)
         _, thread, n_threads, base = e.args
-        call = _Fields(e, base, CALL)
-        step = _Fields(e, call.ptr("step"), STEP)
+        call = Fields(e, base, CALL)
+        step = Fields(e, call.ptr("step"), STEP)
         n_chunks, n_parts = _plan_units(e, call, n_threads)
         n_heads = call.int("n_kv") * call.int("group")
         row = e.var(I64, thread.to(I64))
@@ -391,7 +345,7 @@ def combine_op(d_v: int) -> Function:
     return compile_function(name, (d_v,), write)
 
 
-def _combine_row(e: Emitter, call: _Fields, token: Val, head: Val, n_chunks: Val, n_parts: Val, d: int) -> None:
+def _combine_row(e: Emitter, call: Fields, token: Val, head: Val, n_chunks: Val, n_parts: Val, d: int) -> None:
     group, size = call.int("group"), call.int("chunk")
     stride = size * group * (4 * (d + 2))
     unit = (head // group * n_chunks + token // size) * n_parts

@@ -4,7 +4,7 @@
 into machine code and remembers it.
 """
 
-from .compiler import CompileError, Function, compile_function
+from .compiler import CompileError, Function, compile_function, prepare
 from .emit import F16, F32, I8, I16, I32, I64, PTR, Emitter, Val, vec
 from .target import Target, host_target
 
@@ -23,5 +23,6 @@ __all__ = [
     "Val",
     "compile_function",
     "host_target",
+    "prepare",
     "vec",
 ]

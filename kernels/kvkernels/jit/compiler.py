@@ -132,11 +132,17 @@ def compile_function(name: str, signature: tuple[object, ...], write: Callable[[
         return _loaded[key]
 
 
-def _load(name: str, signature: tuple[object, ...], write: Callable[[], str]) -> Function:
+def prepare() -> None:
+    """Load LLVM. Raises CompileError with the reason where that cannot be."""
     try:
-        llvm, _, jit = _machine()
+        _machine()
     except (ImportError, OSError, RuntimeError) as error:
         raise CompileError(f"LLVM cannot be used here: {error}") from error
+
+
+def _load(name: str, signature: tuple[object, ...], write: Callable[[], str]) -> Function:
+    prepare()
+    llvm, _, jit = _machine()
     unique = f"{name}_{len(_loaded)}"
     path = cache_folder() / f"{name}-{_key(name, signature, host_target())}.o"
     code = _read(path)

@@ -38,6 +38,7 @@ def chat(
     threads: common.ThreadsOption = None,
     ubatch: common.UbatchOption = 512,
     weights_budget: common.WeightsBudgetOption = None,
+    engine: common.EngineOption = "auto",
     gpu_layers: common.GpuLayersOption = None,
 ) -> None:
     """Talk with a model. The conversation stays in the packed cache from turn to turn.
@@ -58,6 +59,7 @@ def chat(
         window=window,
         threads=threads,
         weights_budget=weights_budget,
+        engine=engine,
     )
     from kvrun.chat import Conversation
     from kvrun.repl import LineReader, Repl

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 OUR_TYPES = "f16|kv8|kv6|kv5|kv4|kv3|kv2|auto"
 """For the help; the list that decides is `kvrun.cache_types.TYPE_NAMES`, which must not be imported for `--help`."""
 
+ENGINES = "auto|reference|cpu"
+"""Likewise of `kvrun.engines.ENGINE_NAMES`."""
+
 INSTEAD_OF_LLAMA_CPP = {
     "f32": "f16",
     "bf16": "f16",
@@ -50,6 +53,12 @@ def _cache_type(name: str | None) -> str | None:
         )
     if name is not None and name not in OUR_TYPES.split("|") and name != "kv1":
         raise UsageError(f"unknown cache type {printable(name)}; use one of {OUR_TYPES.replace('|', ', ')}")
+    return name
+
+
+def _engine(name: str) -> str:
+    if name not in ENGINES.split("|"):
+        raise UsageError(f"unknown engine {printable(name)}; use one of {ENGINES.replace('|', ', ')}")
     return name
 
 
@@ -157,6 +166,14 @@ WeightsBudgetOption = Annotated[
         show_default=False,
     ),
 ]  # fmt: skip
+EngineOption = Annotated[
+    str,
+    typer.Option(
+        "--engine", metavar=ENGINES, callback=_engine, rich_help_panel=MACHINE,
+        help="reference computes in torch and is the definition; cpu multiplies the file's own blocks with ggml and "
+        "compiles its attention; auto takes cpu where it can run the model.",
+    ),
+]  # fmt: skip
 OutputOption = Annotated[OutputFormat, typer.Option("-o", "--output", help="How the table is printed.")]
 
 TempOption = Annotated[
@@ -241,7 +258,13 @@ def choose_prompt(prompt: str | None, file: str | None) -> str | None:
 
 
 def set_threads(threads: int | None) -> None:
-    """Limit torch to `threads` CPU threads; None, 0 and less leave its default, all physical cores."""
+    """Limit torch to `threads` CPU threads; None, 0 and less leave its default, all physical cores.
+
+    To be called before torch is loaded: it also tells OpenMP to let threads sleep that wait. Spinning takes the cores
+    from the others as soon as anything else runs on the machine (measured: five times slower). `OMP_WAIT_POLICY=active`
+    in the environment has it otherwise.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if threads is not None and threads > 0:
         import torch
 
@@ -256,7 +279,7 @@ def load_recipe(model: Model, recipe: str | None, *, no_recipe: bool = False) ->
         return None
     from kvrun.recipe import find_recipe
 
-    return find_recipe(model.file, recipe)
+    return find_recipe(model.file, recipe, geometry=model.config.geometry)
 
 
 def load_session(
@@ -271,19 +294,23 @@ def load_session(
     window: int | None = None,
     threads: int | None = None,
     weights_budget: str | None = None,
+    engine: str = "auto",
     announce: bool = True,
     block_rows: int = 0,
 ) -> Session:
     """Open a model with its recipe, cache plan, engine and tokenizer.
 
     model: from `choose_model`.  ctx_size: tokens, 0 is from the model.  Other arguments: the options of the same name.
-    announce: say on stderr which cache is used when the user left the choice to us.  block_rows: see
-    `kvrun.weights.Weights`.
+    engine: of `kvrun.engines.ENGINE_NAMES`; why `auto` did not take the fast one is said on stderr.
+    announce: say on stderr which cache is used when the user left the choice to us.
+    block_rows: see `kvrun.weights.Weights`.
     """
     budget_bytes = parse_size(weights_budget)
     set_threads(threads)
+    import torch
+
     from kvrun.cache_types import plan_for
-    from kvrun.engine import Engine
+    from kvrun.engines import choose_engine
     from kvrun.models import load_model
     from kvrun.tokenizer import Tokenizer
 
@@ -298,4 +325,7 @@ def load_session(
     if loaded.config.n_ctx_train and n_ctx > loaded.config.n_ctx_train:
         note(f"note: the model was trained for {loaded.config.n_ctx_train} tokens, not {n_ctx}", style="dim")
     tokenizer = Tokenizer(loaded.file.path)
-    return Session(loaded, Engine(loaded), tokenizer, found, plan, n_ctx)
+    runs, why_not = choose_engine(engine, loaded, n_threads=torch.get_num_threads())
+    if why_not:
+        note(f"engine: {runs.name}, because {why_not}", style="dim")
+    return Session(loaded, runs, tokenizer, found, plan, n_ctx)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvrun.commands.common import (
+    EngineOption,
     FileOption,
     ModelArgument,
     ModelOption,
@@ -23,6 +24,7 @@ from kvrun.commands.common import (
     choose_model,
     load_session,
     read_text,
+    set_threads,
 )
 from kvrun.console import note, progress
 from kvrun.tables import OutputFormat, print_rows
@@ -47,6 +49,7 @@ def compare(
     ubatch: UbatchOption = 512,
     threads: ThreadsOption = None,
     weights_budget: WeightsBudgetOption = None,
+    engine: EngineOption = "reference",
     output: OutputOption = OutputFormat.md,
 ) -> None:
     """Every cache type on the same text: ours, the recipe, and llama.cpp's with its rotation on and off.
@@ -58,13 +61,14 @@ def compare(
     # Threads that spin while they wait make everything several times slower as soon as anything else wants the CPU.
     # OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    set_threads(threads)
     from kvrun.engine import CHUNK_INVARIANT_ROWS
     from kvrun.evaluation.texts import MeasuredText, default_text
 
     text = MeasuredText(Path(file).name, read_text(file)) if file is not None else default_text()
     session = load_session(
         path, ctx_size=ctx_size, type_k="f16", type_v="f16", recipe=recipe, no_recipe=no_recipe, threads=threads,
-        weights_budget=weights_budget, block_rows=CHUNK_INVARIANT_ROWS,
+        weights_budget=weights_budget, block_rows=CHUNK_INVARIANT_ROWS, engine=engine,
     )  # fmt: skip
     import torch
 

@@ -36,6 +36,7 @@ def generate(
     threads: common.ThreadsOption = None,
     ubatch: common.UbatchOption = 512,
     weights_budget: common.WeightsBudgetOption = None,
+    engine: common.EngineOption = "auto",
     gpu_layers: common.GpuLayersOption = None,
 ) -> None:
     """Continue a text, without a chat template.
@@ -58,6 +59,7 @@ def generate(
         window=window,
         threads=threads,
         weights_budget=weights_budget,
+        engine=engine,
     )
     from kvrun.engine import Stopped
     from kvrun.generate import Timing, new_tokens, read_prompt
@@ -65,12 +67,12 @@ def generate(
     from kvrun.sampling import Sampler, SamplingOptions
     from kvrun.tokenizer import TextStream
 
-    tokenizer, engine = session.tokenizer, session.engine
+    tokenizer, runs = session.tokenizer, session.engine
     sampler = Sampler(SamplingOptions(top_k=top_k, top_p=top_p, min_p=min_p, temp=temp, seed=seed))
     if seed < 0 and not sampler.greedy:
         note(f"seed: {sampler.seed}", style="dim")
     tokens = tokenizer.encode(text, bos=tokenizer.add_bos, special=True)
-    cache = engine.new_cache(session.plan, session.n_ctx)
+    cache = runs.new_cache(session.plan, session.n_ctx)
     timing, stream, progress = Timing(), TextStream(), LateProgress("reading", unit="tokens")
     to_terminal = sys.stdout.isatty()
 
@@ -81,7 +83,7 @@ def generate(
     with Interrupts() as interrupts:
         try:
             logits = read_prompt(
-                engine,
+                runs,
                 cache,
                 tokens,
                 timing,
@@ -96,7 +98,7 @@ def generate(
         if echo:
             write(text)
         for token in new_tokens(
-            engine,
+            runs,
             cache,
             logits,
             sampler,
@@ -110,6 +112,6 @@ def generate(
     if timing.reason == "context":
         note(f"the context of {cache.n_ctx} tokens is full; a larger -c leaves more room")
     if timings:
-        note(timing.line(cache, engine), style="dim")
+        note(timing.line(cache, runs), style="dim")
     if timing.reason == "interrupt":
         raise KeyboardInterrupt

@@ -12,6 +12,7 @@ from kvrun.commands.common import (
     MACHINE,
     CacheTypeK,
     CacheTypeV,
+    EngineOption,
     FileOption,
     ModelArgument,
     ModelOption,
@@ -25,6 +26,7 @@ from kvrun.commands.common import (
     choose_model,
     load_session,
     read_text,
+    set_threads,
 )
 from kvrun.console import note, stderr
 from kvrun.tables import OutputFormat, print_rows
@@ -58,6 +60,7 @@ def perplexity(
     ubatch: UbatchOption = 512,
     threads: ThreadsOption = None,
     weights_budget: WeightsBudgetOption = None,
+    engine: EngineOption = "reference",
     bypass_cache: Annotated[
         bool,
         typer.Option(
@@ -80,6 +83,7 @@ def perplexity(
     # Threads that spin while they wait make everything several times slower as soon as anything else wants the CPU.
     # OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    set_threads(threads)
     from kvrun.engine import CHUNK_INVARIANT_ROWS
     from kvrun.evaluation.texts import MeasuredText, default_text
 
@@ -87,6 +91,7 @@ def perplexity(
     session = load_session(
         path, ctx_size=ctx_size, type_k=type_k, type_v=type_v, recipe=recipe, no_recipe=no_recipe,
         sinks=sinks, window=window, threads=threads, weights_budget=weights_budget, block_rows=CHUNK_INVARIANT_ROWS,
+        engine=engine,
     )  # fmt: skip
     import torch
 

@@ -1,0 +1,36 @@
+"""Which engine runs a model: a name that is resolved once, and never silently."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvrun.errors import KvError
+
+if TYPE_CHECKING:
+    from kvrun.engine import Engine
+    from kvrun.models import Model
+
+#: What `--engine` takes.
+ENGINE_NAMES = ("auto", "reference", "cpu")
+
+
+def choose_engine(name: str, model: Model, *, n_threads: int | None = None) -> tuple[Engine, str]:
+    """The engine called `name` for `model`, and why `auto` did not take the fast one (empty where it did).
+
+    n_threads: of the CPU engine, None takes every core; the reference engine has torch's.
+    Raises KvError where the engine that was named cannot run the model.
+    """
+    from kvrun.engine import Engine
+
+    if name not in ENGINE_NAMES:
+        raise KvError(f"unknown engine {name!r}; choose one of {', '.join(ENGINE_NAMES)}")
+    if name == "reference":
+        return Engine(model), ""
+    try:
+        from kvrun.cpu_engine import CpuEngine
+
+        return CpuEngine(model, n_threads=n_threads), ""
+    except KvError as error:
+        if name == "cpu":
+            raise
+        return Engine(model), str(error).removesuffix("; use --engine reference")
