@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -58,9 +57,6 @@ def compare(
     Python's library; 3 windows are enough to tell rows apart that differ by a factor of 1.5.
     """
     path = choose_model(model_argument, model)
-    # Threads that spin while they wait make everything several times slower as soon as anything else wants the CPU.
-    # OpenMP reads this when torch is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     set_threads(threads)
     from kvrun.engine import CHUNK_INVARIANT_ROWS
     from kvrun.evaluation.texts import MeasuredText, default_text

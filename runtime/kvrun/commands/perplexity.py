@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -80,9 +79,6 @@ def perplexity(
     the documentation inside Python's library.
     """
     path = choose_model(model_argument, model)
-    # Threads that spin while they wait make everything several times slower as soon as anything else wants the CPU.
-    # OpenMP reads this when torch is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     set_threads(threads)
     from kvrun.engine import CHUNK_INVARIANT_ROWS
     from kvrun.evaluation.texts import MeasuredText, default_text
