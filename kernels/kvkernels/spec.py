@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Axis = Literal["token", "channel"]
+Code = Literal["uniform", "q4_0", "q8_0"]
 
 #: Widths that can be stored. 16 is plain f16; 1 exists only as the control that every comparison must fail.
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 16)
@@ -21,6 +22,9 @@ PLANES: dict[int, tuple[int, ...]] = {
     8: (4, 4),
 }
 
+#: llama.cpp's blocks that can be stored, to measure them by our own means: code width and values of a block.
+GGML_BLOCKS: dict[Code, tuple[int, int]] = {"q4_0": (4, 32), "q8_0": (8, 32)}
+
 
 @dataclass(frozen=True)
 class QuantSpec:
@@ -31,18 +35,26 @@ class QuantSpec:
         channels of one token and must divide the head size; with axis "channel" it is `group` consecutive tokens of one
         channel (KIVI, arXiv 2402.02750), and tokens are packed `group` at a time.
     axis: "token" or "channel".
+    code: "uniform" has a scale and a minimum per group; "q4_0" and "q8_0" are llama.cpp's blocks of 32 channels, which
+        have a scale alone.
     """
 
     bits: int
     group: int = 0
     axis: Axis = "token"
+    code: Code = "uniform"
 
     def __post_init__(self) -> None:
         if self.bits not in WIDTHS:
             raise ValueError(f"bits must be one of {WIDTHS}, not {self.bits}")
         if self.axis not in ("token", "channel"):
             raise ValueError(f"axis must be 'token' or 'channel', not {self.axis!r}")
-        if self.bits == 16:
+        if self.code != "uniform":
+            if (self.bits, self.group) != GGML_BLOCKS.get(self.code) or self.axis != "token":
+                raise ValueError(
+                    f"{self.code!r} is no block of {self.group} values of {self.bits} bits along the channels"
+                )
+        elif self.bits == 16:
             if self.group != 0 or self.axis != "token":
                 raise ValueError("16-bit storage has no groups")
         elif self.group <= 0 or (self.axis == "channel" and self.group % 8):
@@ -52,6 +64,11 @@ class QuantSpec:
     def quantized(self) -> bool:
         """Whether codes are stored (anything but f16)."""
         return self.bits != 16
+
+    @property
+    def has_minimum(self) -> bool:
+        """Whether groups store a minimum beside the scale."""
+        return self.quantized and self.code == "uniform"
 
     @property
     def block(self) -> int:
@@ -66,10 +83,10 @@ class QuantSpec:
             raise ValueError(f"group {self.group} does not divide the head size {head_dim}")
 
     def bits_per_value(self, head_dim: int) -> float:
-        """Code bits plus scale and minimum, per value; windows and sinks are not in it."""
+        """Code bits plus scale and minimum (where there is one), per value; windows and sinks are not in it."""
         if not self.quantized:
             return 16.0
-        return self.bits + 32.0 / self.group
+        return self.bits + (32.0 if self.has_minimum else 16.0) / self.group
 
 
 def default_group(head_dim: int, wanted: int = 64) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .pack import pack, packed_bytes, unpack
-from .quantize import dequantize, quantize
+from .quantize import dequantize, dequantize_ggml, quantize, quantize_ggml
 from .spec import QuantSpec
 
 
@@ -16,7 +16,8 @@ class Band:
     """Heads of a layer that are stored alike share one set of buffers.
 
     heads: int64 [n], which KV heads.  codes: uint8 [n, capacity, bytes] (float16 [n, capacity, d] for 16 bits).
-    scale, minimum: float16, [n, capacity, d / group] or [n, capacity / group, d]; None for 16 bits.
+    scale, minimum: float16, [n, capacity, d / group] or [n, capacity / group, d]; None for 16 bits, and llama.cpp's
+    blocks have no minimum.
     """
 
     def __init__(self, heads: Sequence[int], spec: QuantSpec, clip: Sequence[float], capacity: int, d: int) -> None:
@@ -32,7 +33,8 @@ class Band:
         self.codes = torch.empty(n, capacity, packed_bytes(d, spec.bits), dtype=torch.uint8)
         shape = (n, capacity, d // spec.group) if spec.axis == "token" else (n, capacity // spec.group, d)
         self.scale = torch.empty(shape, dtype=torch.float16)
-        self.minimum = torch.empty(shape, dtype=torch.float16)
+        if spec.has_minimum:
+            self.minimum = torch.empty(shape, dtype=torch.float16)
 
     @property
     def n_bytes(self) -> int:
@@ -47,21 +49,24 @@ class Band:
     def write(self, start: int, x: Tensor) -> None:
         """Quantize and pack x, float16 [n, n_tok, d], as tokens `start ..`."""
         stop = start + x.shape[1]
-        if self.scale is None or self.minimum is None:
+        rows = self._rows(start, stop)
+        if self.scale is None:
             self.codes[:, start:stop] = x
             return
-        codes, scale, minimum = quantize(x, self.spec, self.clip)
+        if self.minimum is None:
+            codes, self.scale[:, rows] = quantize_ggml(x, self.spec)
+        else:
+            codes, self.scale[:, rows], self.minimum[:, rows] = quantize(x, self.spec, self.clip)
         self.codes[:, start:stop] = pack(codes, self.spec.bits)
-        rows = self._rows(start, stop)
-        self.scale[:, rows] = scale
-        self.minimum[:, rows] = minimum
 
     def read(self, stop: int, dtype: torch.dtype) -> Tensor:
         """Restored values of tokens `0 .. stop - 1`: [n, stop, d] in `dtype`."""
-        if self.scale is None or self.minimum is None:
+        if self.scale is None:
             return self.codes[:, :stop].to(dtype)
         rows = self._rows(0, stop)
         codes = unpack(self.codes[:, :stop], self.spec.bits)
+        if self.minimum is None:
+            return dequantize_ggml(codes, self.scale[:, rows], self.spec, dtype)
         return dequantize(codes, self.scale[:, rows], self.minimum[:, rows], self.spec, dtype)
 
 

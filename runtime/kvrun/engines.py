@@ -25,7 +25,7 @@ def choose_engine(name: str, model: Model, *, n_threads: int | None = None) -> t
     if name not in ENGINE_NAMES:
         raise KvError(f"unknown engine {name!r}; choose one of {', '.join(ENGINE_NAMES)}")
     if name == "reference":
-        return Engine(model), ""
+        return Engine(model, dtype=model.dtype), ""
     try:
         from kvrun.cpu_engine import CpuEngine
 
@@ -33,4 +33,4 @@ def choose_engine(name: str, model: Model, *, n_threads: int | None = None) -> t
     except KvError as error:
         if name == "cpu":
             raise
-        return Engine(model), str(error).removesuffix("; use --engine reference")
+        return Engine(model, dtype=model.dtype), str(error).removesuffix("; use --engine reference")

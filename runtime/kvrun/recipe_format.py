@@ -220,6 +220,8 @@ def _check_head(head: HeadPlan, dim: int, side: str) -> None:
     if spec.bits not in STORED_WIDTHS:
         raise RecipeError(f"{spec.bits} bits is none of {', '.join(map(str, STORED_WIDTHS))}")
     spec.check_head_dim(dim)
+    if spec.code != "uniform":
+        raise RecipeError(f"{spec.code} blocks are for measuring llama.cpp's format; a recipe holds uniform codes")
     if spec.group > 65535:
         raise RecipeError(f"group {spec.group} is too large")
     if not 0.0 < head.clip <= 1.0:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvrun.cli import app
 from kvrun.console import exit_status
@@ -124,3 +125,64 @@ def test_the_real_model_through_its_cache(smollm2: Path, capsys: pytest.CaptureF
     klds = [float(str(rows[name]["kld_mean"])) for name in ("kv8", "kv4", "kv2")]
     assert klds[0] < 1e-3 < klds[1] < 0.2 < 0.3 < klds[2]
     assert rows["kv4"]["packed_read"] == 30 * sum(max(t + 1 - 36, 0) for t in range(256))
+
+
+def test_both_paths_and_a_proof_in_float64(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = (tiny, "-f", "text.txt", "-c", "96", "--chunks", "1", "--dtype", "float64", "-ctk", "kv3", "-ctv", "kv3")
+    parallel, decode = row(capsys, *common), row(capsys, *common, "--path", "decode")
+    assert decode["ppl"] == pytest.approx(parallel["ppl"], rel=1e-9)
+    assert decode["packed_read"] == parallel["packed_read"]
+    assert perplexity(*common, "--verify", "80") == 0
+    said = re.search(r"parallel against decoding, 80 tokens: .* at most (\S+), mean", capsys.readouterr().err)
+    assert said is not None and float(said[1]) < 1e-9
+
+
+def test_verify_in_float32(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = (tiny, "-f", "text.txt", "-c", "96", "--chunks", "1", "-ctk", "kv8", "-ctv", "kv8")
+    assert perplexity(*common, "--verify", "80") == 0
+    assert "warning" not in capsys.readouterr().err
+    assert perplexity(*common, "--verify", "80", "--window", "0") == 0
+    assert "warning: without a window" in " ".join(capsys.readouterr().err.split())
+
+
+def test_verify_fails_where_the_paths_part(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt whose queries attend to unquantized keys and values, as many implementations have it."""
+    from kvkernels.attend import Side
+    from kvrun import cache
+    from kvrun.evaluation import verify
+
+    seen = cache.LayerSide.seen
+
+    def full(self: cache.LayerSide, tokens: torch.Tensor, start: int, first: int, last: int, *rest: object) -> Side:
+        if first == last:
+            return seen(self, tokens, start, first, last)
+        nothing = torch.full((last - first + 1,), self.sinks)
+        return Side(self.store, self.sinks, nothing, tokens, torch.arange(tokens.shape[1]))
+
+    monkeypatch.setattr(cache.LayerSide, "seen", full)
+    common = (tiny, "-f", "text.txt", "-c", "96", "--chunks", "1", "-ctk", "kv2", "-ctv", "kv2", "--verify", "80")
+    assert perplexity(*common, "--dtype", "float64") == 1
+    err = " ".join(capsys.readouterr().err.split())
+    assert "error: the parallel and the decode path of kv2/kv2 part" in err and "limit 1e-09" in err
+    monkeypatch.setattr(verify, "MAX_MEAN_KLD", 1e-10)  # a tiny model with random weights cares little
+    assert perplexity(*common) == 1
+    assert "repeat with --dtype float64" in " ".join(capsys.readouterr().err.split())
+
+
+def test_verify_that_would_show_nothing_is_refused(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = (tiny, "-f", "text.txt", "-c", "96", "--chunks", "1", "-ctk", "kv4", "-ctv", "kv4")
+    assert perplexity(*common, "--verify", "36") == 1
+    assert "give a larger --verify" in " ".join(capsys.readouterr().err.split())
+    assert perplexity(*common, "--verify", "97") == 2
+
+
+def test_presets(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = row(capsys, tiny, "-f", "text.txt", "-c", "192", "--chunks", "1", "--preset", "kivi2")
+    assert (found["type_k"], found["sinks"], found["window"], found["error"]) == ("kivi2", 0, 128, "")
+    assert perplexity(tiny, "-f", "text.txt", "--preset", "kivi2", "--window", "0") == 2
+    assert perplexity(tiny, "-f", "text.txt", "-c", "64", "--preset", "kivi9") == 1
+    assert "choose one of f16" in " ".join(capsys.readouterr().err.split())
+    emulated = row(capsys, tiny, "-f", "text.txt", "-c", "64", "--chunks", "1", "-ctk", "emu-q4_0", "-ctv", "emu-q8_0")
+    assert emulated["error"] == "" and emulated["bits_per_value"] == pytest.approx(6.5)

@@ -1,5 +1,6 @@
-"""Asymmetric uniform codes with an f16 scale and an f16 minimum per group."""
+"""Codes and their scales per group: asymmetric uniform ones, and llama.cpp's blocks."""
 
+from .ggml import dequantize_ggml, quantize_ggml
 from .reference import dequantize, quantize
 
-__all__ = ["dequantize", "quantize"]
+__all__ = ["dequantize", "dequantize_ggml", "quantize", "quantize_ggml"]

@@ -21,6 +21,8 @@ def pack_function(side: SideName, spec: QuantSpec, d: int) -> Function:
     rows: float16 [n, d].  first: index of the first token in the store; it and `n` are multiples of `spec.block`.
     codes, scale, minimum: the head's pages (`kvkernels.pack.cpu`).  clip: float32 in (0, 1].
     """
+    if spec.code != "uniform":
+        raise ValueError(f"the CPU kernels have no {spec.code} blocks; the reference engine has")
     name = f"pack_{side}{spec.bits}"
     return compile_function(name, (side, spec, d), lambda: _write(name, side, spec, d))
 

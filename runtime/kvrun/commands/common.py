@@ -28,6 +28,9 @@ OUR_TYPES = "f16|kv8|kv6|kv5|kv4|kv3|kv2|auto"
 ENGINES = "auto|reference|cpu"
 """Likewise of `kvrun.engines.ENGINE_NAMES`."""
 
+UNLISTED_TYPES = ("kv1", "emu-q4_0", "emu-q8_0")
+"""For measurements alone: the control that must fail, and llama.cpp's blocks in our cache."""
+
 INSTEAD_OF_LLAMA_CPP = {
     "f32": "f16",
     "bf16": "f16",
@@ -51,7 +54,7 @@ def _cache_type(name: str | None) -> str | None:
             f"{name} is a format of llama.cpp; use {INSTEAD_OF_LLAMA_CPP[name.lower()]} here (one of "
             f"{OUR_TYPES.replace('|', ', ')}), or see the formats of llama.cpp beside ours with `kvrun compare`"
         )
-    if name is not None and name not in OUR_TYPES.split("|") and name != "kv1":
+    if name is not None and name not in OUR_TYPES.split("|") and name not in UNLISTED_TYPES:
         raise UsageError(f"unknown cache type {printable(name)}; use one of {OUR_TYPES.replace('|', ', ')}")
     return name
 
@@ -295,6 +298,7 @@ def load_session(
     threads: int | None = None,
     weights_budget: str | None = None,
     engine: str = "auto",
+    dtype: str = "float32",
     announce: bool = True,
     block_rows: int = 0,
 ) -> Session:
@@ -302,6 +306,7 @@ def load_session(
 
     model: from `choose_model`.  ctx_size: tokens, 0 is from the model.  Other arguments: the options of the same name.
     engine: of `kvrun.engines.ENGINE_NAMES`; why `auto` did not take the fast one is said on stderr.
+    dtype: "float32" or "float64", what the engine computes in.
     announce: say on stderr which cache is used when the user left the choice to us.
     block_rows: see `kvrun.weights.Weights`.
     """
@@ -314,7 +319,7 @@ def load_session(
     from kvrun.models import load_model
     from kvrun.tokenizer import Tokenizer
 
-    loaded = load_model(model, budget_bytes=budget_bytes, block_rows=block_rows)
+    loaded = load_model(model, dtype=getattr(torch, dtype), budget_bytes=budget_bytes, block_rows=block_rows)
     found = load_recipe(loaded, recipe, no_recipe=no_recipe)
     chosen_k, chosen_v = choose_types(type_k, type_v, has_recipe=found is not None)
     plan = plan_for(loaded.config.geometry, chosen_k, chosen_v, recipe=found, sinks=sinks, window=window)
