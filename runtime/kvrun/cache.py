@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvkernels.attend import Side, attend
+from kvkernels.rope_offset import offset_scores, turned_offset
 from kvkernels.store import PackedStore
 from kvkernels.transform import apply, invert, transform_matrix
 
 from .errors import KvError
 from .plan import CachePlan, HeadPlan, HeadTransform
 from .visibility import n_packed, packed_end
+
+if TYPE_CHECKING:
+    from .layers import Rope
 
 #: Attention scores are computed for so many queries at a time that they stay below this (bytes): what the CPU's cache
 #: holds. Short slices also leave out most of what a query's future would cost.
@@ -58,10 +63,20 @@ class LayerSide:
 
     Everything lives in the transformed space: a token is transformed once, when it arrives, and stored as f16; what
     leaves the window is quantized from there.
+
+    rope: of the layer's keys; only a rotating offset needs it.
     """
 
     def __init__(
-        self, plans: Sequence[HeadPlan], head_dim: int, *, sinks: int, window: int, n_ctx: int, dtype: torch.dtype
+        self,
+        plans: Sequence[HeadPlan],
+        head_dim: int,
+        *,
+        sinks: int,
+        window: int,
+        n_ctx: int,
+        dtype: torch.dtype,
+        rope: Rope | None = None,
     ) -> None:
         n_head = len(plans)
         self.sinks, self.window, self.dtype = sinks, window, dtype
@@ -84,11 +99,16 @@ class LayerSide:
             eye = torch.eye(head_dim, dtype=torch.float64)
             t = torch.stack([eye if m is None else m for m in matrices])
             self.t, self.t_inverse = t.to(dtype), torch.stack([invert(m) for m in t]).to(dtype)
-        self.offset: Tensor | None = None
-        if any(plan.transform.offset is not None for plan in plans):
-            zero = torch.zeros(head_dim, dtype=dtype)
-            offsets = (plan.transform.offset for plan in plans)
-            self.offset = torch.stack([zero if o is None else _tensor(o, dtype) for o in offsets])
+
+        def offsets(rotating: bool) -> Tensor | None:
+            chosen = [t.offset if t.rotating == rotating else None for t in (plan.transform for plan in plans)]
+            if all(o is None for o in chosen):
+                return None
+            return torch.stack([torch.zeros(head_dim, dtype=dtype) if o is None else _tensor(o, dtype) for o in chosen])
+
+        self.offset, self.rotating, self.rope = offsets(False), offsets(True), rope
+        if self.rotating is not None and rope is None:
+            raise ValueError("a cache with rotating offsets needs the model's RoPE")
 
     @property
     def n_bytes(self) -> int:
@@ -110,6 +130,12 @@ class LayerSide:
         n_kv, d = self.t_inverse.shape[0], q.shape[-1]
         return (q.reshape(n_kv, -1, d) @ self.t_inverse).view(q.shape)
 
+    def offset_scores(self, q: Tensor, n: int) -> Tensor | None:
+        """What the scores of q [n_head, n_q, d] (as the model made it) with positions 0 to n - 1 lack, or None."""
+        if self.rotating is None or self.rope is None:
+            return None
+        return offset_scores(q, self.rotating, self.rope.angles(n, q.dtype), self.rope.style)
+
     def from_sum(self, o: Tensor) -> Tensor:
         """`T^-1 o` for o [n_head, n, d], an attention sum over stored values."""
         if self.t_inverse is None:
@@ -123,10 +149,12 @@ class LayerSide:
         Returns all tokens that some query of this chunk may see in full precision, float16 [n_head, m, d], and the
         position of the first of them after the sinks. Nothing that was there before changes until `commit`.
         """
+        n_after = n_before + x.shape[1]
+        if self.rotating is not None and self.rope is not None:
+            x = x - turned_offset(self.rotating, self.rope.angles(n_after, x.dtype)[n_before:], self.rope.style)
         new = apply(x, self.t, self.offset).to(torch.float16)
         if not bool(torch.isfinite(new).all()):
             raise KvError("a key or value does not fit f16 or is not a number; the model or its recipe is damaged")
-        n_after = n_before + new.shape[1]
         n_sink = min(max(self.sinks - n_before, 0), new.shape[1])
         self.sink_part[:, n_before : n_before + n_sink] = new[:, :n_sink]
         recent = torch.cat([self.recent[:, : self.n_recent(n_before)], new[:, n_sink:]], 1)
@@ -168,9 +196,17 @@ class KVCache:
     """A packed cache for `n_ctx` tokens, allocated in one piece and filled chunk by chunk.
 
     plan: `CachePlan`.  dtype: of the computation (what is stored does not depend on it).
+    rope_of: the RoPE of a layer's keys (`Model.rope_of`); needed where the plan rotates.
     """
 
-    def __init__(self, plan: CachePlan, n_ctx: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        plan: CachePlan,
+        n_ctx: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        rope_of: Callable[[int], Rope] | None = None,
+    ) -> None:
         if n_ctx < 1:
             raise KvError(f"the context must hold at least one token, not {n_ctx}; give a larger -c")
         self.plan, self.n_ctx, self.dtype = plan, n_ctx, dtype
@@ -180,10 +216,10 @@ class KVCache:
         #: Tokens of any kind that queries have read so far, summed over queries and layers.
         self.tokens_read = 0
         shared = {"sinks": plan.sinks, "window": plan.window, "n_ctx": n_ctx, "dtype": dtype}
-        self.layers = [
-            (LayerSide(k, shape.head_dim_k, **shared), LayerSide(v, shape.head_dim_v, **shared))  # type: ignore[arg-type]
-            for shape, k, v in zip(plan.geometry, plan.k, plan.v, strict=True)
-        ]
+        self.layers = []
+        for il, (shape, k, v) in enumerate(zip(plan.geometry, plan.k, plan.v, strict=True)):
+            keys = LayerSide(k, shape.head_dim_k, rope=None if rope_of is None else rope_of(il), **shared)  # type: ignore[arg-type]
+            self.layers.append((keys, LayerSide(v, shape.head_dim_v, **shared)))  # type: ignore[arg-type]
 
     @property
     def n_bytes(self) -> int:
@@ -212,7 +248,7 @@ class KVCache:
             raise KvError(f"the context of {self.n_ctx} tokens is full; give a larger -c")
         full_k, start_k = keys.append(k, n_before)
         full_v, start_v = values.append(v, n_before)
-        q = keys.to_queries(q)
+        given, q = q, keys.to_queries(q)
         row_bytes = q.shape[0] * (n_before + n) * q.element_size()
         step = max(1, SCORE_BUDGET_BYTES // row_bytes)
         restored_k, restored_v = keys.restore(n_before + n - 1), values.restore(n_before + n - 1)
@@ -222,8 +258,9 @@ class KVCache:
             side_k = keys.seen(full_k, start_k, first, last, restored_k)
             side_v = values.seen(full_v, start_v, first, last, restored_v)
             positions = torch.arange(first, last + 1)
-            part = q[:, first - n_before : last + 1 - n_before]
-            parts.append(attend(part, side_k, side_v, positions, scale))
+            rows = slice(first - n_before, last + 1 - n_before)
+            bias = keys.offset_scores(given[:, rows], last + 1)
+            parts.append(attend(q[:, rows], side_k, side_v, positions, scale, bias))
             counted = side_k if keys.store.quantized or not values.store.quantized else side_v
             if counted.store.quantized:
                 self.packed_read += int((counted.packed_end - counted.start).sum())

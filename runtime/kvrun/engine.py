@@ -47,7 +47,8 @@ class Engine:
 
     def new_cache(self, plan: CachePlan, n_ctx: int) -> KVCache:
         """An empty cache for `n_ctx` tokens."""
-        return KVCache(plan, n_ctx, torch.float64 if self.model.weights.block_rows else self.dtype)
+        dtype = torch.float64 if self.model.weights.block_rows else self.dtype
+        return KVCache(plan, n_ctx, dtype, rope_of=self.model.rope_of)
 
     def _tokens(self, tokens: Sequence[int]) -> Tensor:
         ids = torch.as_tensor(tokens, dtype=torch.int64)

@@ -90,6 +90,7 @@ class Rope:
         self.style = style
         self._positions: Tensor | None = None
         self._table: tuple[Tensor, ...] = ()
+        self._angles: Tensor | None = None
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: [n_head, n, head_dim].  positions: int64 [n].  Same shape and dtype out."""
@@ -98,6 +99,15 @@ class Rope:
             return self._rotate(x, table)
         turned, rest = x[..., : self.n_rot], x[..., self.n_rot :]
         return torch.cat((self._rotate(turned, table), rest), dim=-1)
+
+    def angles(self, n: int, dtype: torch.dtype) -> Tensor:
+        """Cosines, then sines of the angles at positions 0 to n - 1: [n, n_rot]. The longest table so far is kept."""
+        if self._angles is None or self._angles.dtype != dtype or len(self._angles) < n:
+            with torch.inference_mode(False):
+                size = 1 << max(n - 1, 255).bit_length()  # so that decoding does not make it anew for every token
+                angles = torch.outer(torch.arange(size, dtype=torch.float64), self._frequencies)
+                self._angles = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+        return self._angles[:n]
 
     def _rotate(self, x: Tensor, table: tuple[Tensor, ...]) -> Tensor:
         if self.style == "interleaved":  # a pair is one complex number

@@ -22,12 +22,19 @@ class HeadTransform:
         size; 0 is none.
     matrix: float32 [head_dim, head_dim], a learned `T` in place of order and Hadamard.
     offset: float32 [head_dim], subtracted before `T` (keys only: softmax does not see it).
+    rotating: the offset is in terms of keys before RoPE and turns with the position of each key
+        (`kvkernels.rope_offset`).
     """
 
     order: np.ndarray | None = None
     hadamard: int = 0
     matrix: np.ndarray | None = None
     offset: np.ndarray | None = None
+    rotating: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rotating and self.offset is None:
+            raise ValueError("a rotating offset needs an offset")
 
     @property
     def is_identity(self) -> bool:
@@ -36,10 +43,10 @@ class HeadTransform:
 
     @property
     def name(self) -> str:
-        """Short name for tables, such as `identity`, `order`, `order+hadamard32`, `offset+hadamard64`."""
+        """Short name for tables, such as `identity`, `offset+hadamard64`, `rotating offset+order+hadamard32`."""
         parts = []
         if self.offset is not None:
-            parts.append("offset")
+            parts.append("rotating offset" if self.rotating else "offset")
         if self.matrix is not None:
             parts.append("matrix")
         if self.order is not None:
@@ -108,3 +115,8 @@ class CachePlan:
     def quantizes(self) -> bool:
         """Whether any head stores codes."""
         return any(head.spec.quantized for side in (self.k, self.v) for layer in side for head in layer)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether any key has a rotating offset: whoever reads the cache then needs the model's RoPE."""
+        return any(head.transform.rotating for layer in self.k for head in layer)

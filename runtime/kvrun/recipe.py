@@ -64,6 +64,7 @@ class Recipe:
 
     fingerprint: `GGUFFile.fingerprint()` of the model.  arch: its `general.architecture`.
     geometry: per layer.  k, v: `[layer][kv head]`.  sinks, window: tokens kept in full precision.
+    version: of the file format; 0 takes the oldest that can hold the recipe.
     Learned matrices are rounded to float16, as they are stored.  RecipeError where the parts do not fit together.
     """
 
@@ -75,9 +76,10 @@ class Recipe:
     sinks: int
     window: int
     provenance: Provenance
-    version: int = fmt.FORMAT_VERSION
+    version: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "version", self.version or fmt.needed_version(self.k))
         for side in ("k", "v"):
             object.__setattr__(self, side, tuple(tuple(map(_as_stored, layer)) for layer in getattr(self, side)))
             fmt.check_heads(side, getattr(self, side), self.geometry)
@@ -151,7 +153,8 @@ class Recipe:
         if source.number("version") < 1:
             raise RecipeError("its version is 0")
         geometry = fmt.decode_geometry(source)
-        k, v = fmt.decode_side(source, "k", geometry), fmt.decode_side(source, "v", geometry)
+        version = source.number("version")
+        k, v = (fmt.decode_side(source, side, geometry, version) for side in ("k", "v"))
         n_heads = sum(layer.n_head_kv for layer in geometry)
 
         def scores(name: str) -> Scores:
@@ -180,7 +183,7 @@ class Recipe:
             sinks=source.number("sinks"),
             window=source.number("window"),
             provenance=provenance,
-            version=source.number("version"),
+            version=version,
         )
 
     def digest(self) -> str:

@@ -14,13 +14,13 @@ from .errors import RecipeError
 from .plan import HeadPlan, HeadTransform, LayerGeometry
 
 PREFIX = "kvconv."
-#: Written by this version; a reader refuses anything newer.
-FORMAT_VERSION = 1
+#: The newest version that is read. A recipe is written in the oldest version that can hold it (`needed_version`).
+FORMAT_VERSION = 2
 #: Widths a recipe may hold. One bit is no storage, only a control of comparisons.
 STORED_WIDTHS = (2, 3, 4, 5, 6, 8, 16)
 AXES: tuple[Axis, ...] = ("token", "channel")
-#: Bits of `kvconv.{k,v}.transform`: what the head's transform is made of.
-HAS_ORDER, HAS_HADAMARD, HAS_MATRIX, HAS_OFFSET = 1, 2, 4, 8
+#: Bits of `kvconv.{k,v}.transform`: what the head's transform is made of. The last one came with version 2.
+HAS_ORDER, HAS_HADAMARD, HAS_MATRIX, HAS_OFFSET, ROTATES = 1, 2, 4, 8, 16
 MAX_HEAD_DIM = 4096
 #: A learned matrix that is worse conditioned than this (1-norm) cannot be undone in float32.
 MAX_CONDITION = 1e6
@@ -79,7 +79,13 @@ def _flags(transform: HeadTransform) -> int:
         | HAS_HADAMARD * bool(transform.hadamard)
         | HAS_MATRIX * (transform.matrix is not None)
         | HAS_OFFSET * (transform.offset is not None)
+        | ROTATES * transform.rotating
     )
+
+
+def needed_version(k: Heads) -> int:
+    """The oldest format version that can hold these keys."""
+    return 2 if any(head.transform.rotating for layer in k for head in layer) else 1
 
 
 class Fields:
@@ -145,7 +151,7 @@ def decode_geometry(fields: Fields) -> tuple[LayerGeometry, ...]:
     return tuple(LayerGeometry(n, dk, dv) for n, dk, dv in zip(*columns, strict=True))
 
 
-def decode_side(fields: Fields, side: str, geometry: Sequence[LayerGeometry]) -> Heads:
+def decode_side(fields: Fields, side: str, geometry: Sequence[LayerGeometry], version: int) -> Heads:
     """The heads of one side, the reverse of `encode_side`; RecipeError on anything that does not add up."""
     dims = [getattr(layer, f"head_dim_{side}") for layer in geometry for _ in range(layer.n_head_kv)]
     n = len(dims)
@@ -160,7 +166,7 @@ def decode_side(fields: Fields, side: str, geometry: Sequence[LayerGeometry]) ->
         pieces = iter(fields.chunks(name, dtypes, [d**power for d, f in zip(dims, flags, strict=True) if f & flag]))
         return [next(pieces) if f & flag else None for f in flags]
 
-    if any(f >= 2 * HAS_OFFSET for f in flags):
+    if any(f >= 2 * (ROTATES if version >= 2 else HAS_OFFSET) for f in flags):
         raise RecipeError(f"{PREFIX}{side}.transform names a transform that this version does not know")
     if any(bool(f & HAS_HADAMARD) != bool(block) for f, block in zip(flags, hadamard, strict=True)):
         raise RecipeError(f"{PREFIX}{side}.hadamard does not fit {PREFIX}{side}.transform")
@@ -177,6 +183,7 @@ def decode_side(fields: Fields, side: str, geometry: Sequence[LayerGeometry]) ->
             hadamard=hadamard[i],
             matrix=None if matrix is None else matrix.view(np.float16).astype(np.float32).reshape(dims[i], dims[i]),
             offset=None if offset is None else offset.astype(np.float32),
+            rotating=bool(flags[i] & ROTATES),
         )
         return HeadPlan(QuantSpec(bits[i], group[i], AXES[axis[i]]), transform, clip[i])
 

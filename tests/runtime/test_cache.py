@@ -10,7 +10,9 @@ from kvkernels.quantize import dequantize, quantize
 from kvkernels.spec import QuantSpec
 from kvrun.cache import KVCache, head_matrix
 from kvrun.cache_types import plan_for
+from kvrun.config import RopeStyle
 from kvrun.errors import KvError
+from kvrun.layers import Rope
 from kvrun.plan import CachePlan, HeadPlan, HeadTransform, LayerGeometry
 from kvrun.visibility import n_packed, packed_end
 
@@ -44,10 +46,22 @@ def plan(k: QuantSpec, v: QuantSpec, sinks: int, window: int, transformed: bool 
     )
 
 
-def stored(x: torch.Tensor, head: HeadPlan, d: int) -> torch.Tensor:
+def offset_at(head: HeadPlan, n: int, rope: Rope | None) -> torch.Tensor | None:
+    """What is subtracted from each of a head's keys, float64 [n, d]."""
+    if head.transform.offset is None:
+        return None
+    offset = torch.from_numpy(head.transform.offset).double().expand(n, -1)
+    if not head.transform.rotating:
+        return offset
+    assert rope is not None
+    return rope(offset[None].contiguous(), torch.arange(n))[0]
+
+
+def stored(x: torch.Tensor, head: HeadPlan, d: int, rope: Rope | None = None) -> torch.Tensor:
     """What one head's tokens [n, d] look like in the cache, in full precision (f16)."""
-    if head.transform.offset is not None:
-        x = x - torch.from_numpy(head.transform.offset).double()
+    offset = offset_at(head, len(x), rope)
+    if offset is not None:
+        x = x - offset
     t = head_matrix(head.transform, d)
     return (x if t is None else x @ t.T).half()
 
@@ -60,13 +74,15 @@ def restored(x: torch.Tensor, head: HeadPlan, d: int) -> torch.Tensor:
     return dequantize(codes, scale, minimum, head.spec, torch.float64)[0]
 
 
-def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: CachePlan) -> torch.Tensor:
+def definition(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: CachePlan, rope: Rope | None = None
+) -> torch.Tensor:
     """Attention outputs [n_head, n, d_v], one query and one head at a time, straight from the rule."""
     n = q.shape[1]
     out = torch.empty(N_HEAD, n, D_V, dtype=torch.float64)
 
     def view(x: torch.Tensor, head: HeadPlan, d: int, t: int) -> torch.Tensor:
-        full = stored(x, head, d)
+        full = stored(x, head, d, rope)
         end = packed_end(t + 1, p.sinks, p.window, head.spec.block)
         seen = full[: t + 1].double()
         if end > p.sinks:
@@ -79,16 +95,20 @@ def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: CachePlan) 
         t_k, t_v = head_matrix(head_k.transform, D_K), head_matrix(head_v.transform, D_V)
         for t in range(n):
             query = q[h, t] if t_k is None else torch.linalg.inv(t_k).T @ q[h, t]
-            weights = torch.softmax(view(k[kv], head_k, D_K, t) @ query * SCALE, 0)
+            scores = view(k[kv], head_k, D_K, t) @ query
+            offset = offset_at(head_k, t + 1, rope)
+            if offset is not None and head_k.transform.rotating:
+                scores += offset @ q[h, t]
+            weights = torch.softmax(scores * SCALE, 0)
             o = weights @ view(v[kv], head_v, D_V, t)
             out[h, t] = o if t_v is None else torch.linalg.inv(t_v) @ o
     return out
 
 
 def run(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: CachePlan, chunks: list[int]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: CachePlan, chunks: list[int], rope: Rope | None = None
 ) -> tuple[torch.Tensor, KVCache]:
-    cache = KVCache(p, q.shape[1], q.dtype)
+    cache = KVCache(p, q.shape[1], q.dtype, rope_of=None if rope is None else lambda il: rope)
     parts, at = [], 0
     for size in chunks:
         piece = slice(at, at + size)
@@ -134,6 +154,72 @@ def test_every_way_to_cut_the_text_gives_the_definition(name: str, sinks: int, w
         side = p.k[0][0].spec if p.k[0][0].spec.quantized else p.v[0][0].spec
         reads = sum(n_packed(t + 1, sinks, window, side.block) for t in range(n)) * len(GEOMETRY)
         assert cache.packed_read == (reads if side.quantized else 0)
+
+
+def rotating(p: CachePlan) -> CachePlan:
+    """The plan with a rotating offset on the keys of head 0, and a constant one on those of head 1."""
+
+    def turn(heads: tuple[HeadPlan, ...]) -> tuple[HeadPlan, ...]:
+        offset = np.random.default_rng(8).standard_normal(D_K).astype(np.float32) * 2
+        constant = HeadTransform(offset=offset[::-1].copy())
+        return replace(heads[0], transform=replace(heads[0].transform, rotating=True)), HeadPlan(
+            heads[1].spec, constant
+        )
+
+    return replace(p, k=tuple(map(turn, p.k)))
+
+
+@pytest.mark.parametrize("n_rot", [D_K, 20])
+@pytest.mark.parametrize("style", ["interleaved", "neox"])
+@pytest.mark.parametrize(("sinks", "window"), [(0, 0), (5, 13)])
+@pytest.mark.parametrize("name", ["4 bits", "KIVI"])
+def test_a_rotating_offset_gives_the_definition(
+    name: str, sinks: int, window: int, style: RopeStyle, n_rot: int
+) -> None:
+    n, rope = 83, Rope(n_rot, 500.0, style)
+    q, k, v = inputs(n)
+    p = rotating(plan(*SPECS[name], sinks, window))
+    assert p.rotates
+    expected = definition(q, k, v, p, rope)
+    for chunks in (cut(n, 1), cut(n, 7), [n], [1, 50, 2, 30]):
+        got, _ = run(q, k, v, p, chunks, Rope(n_rot, 500.0, style))
+        error = ((got - expected).pow(2).mean() / expected.pow(2).mean()).sqrt().item()
+        assert error < 1e-12, f"{name} S={sinks} W={window} chunks {chunks[:3]}..: RMS ratio {error:.2e}"
+
+
+def test_a_rotating_offset_changes_rounding_alone_and_costs_no_bytes() -> None:
+    n, rope = 60, Rope(D_K, 500.0, "neox")
+    q, k, v = inputs(n)
+    mean = 20 * torch.randn(N_KV, 1, D_K, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    k = k + rope(mean.expand(-1, n, -1).contiguous(), torch.arange(n))
+
+    def plan_with(transform: HeadTransform, spec: QuantSpec) -> CachePlan:
+        keys = tuple(
+            HeadPlan(
+                spec,
+                replace(transform, offset=mean[h, 0].numpy().astype(np.float32)) if transform.rotating else transform,
+            )
+            for h in range(N_KV)
+        )
+        return CachePlan(GEOMETRY, (keys, keys), tuple((HeadPlan(QuantSpec(16)),) * N_KV for _ in GEOMETRY))
+
+    turns = HeadTransform(rotating=True, offset=np.zeros(D_K, np.float32))
+    exact, _ = run(q, k, v, plan_with(HeadTransform(), QuantSpec(16)), [n])
+    held, _ = run(q, k, v, plan_with(turns, QuantSpec(16)), [n], rope)
+    assert (held - exact).abs().max() < 0.03 * exact.abs().max()  # f16 of keys that the offset makes large or small
+
+    plain, cache = run(q, k, v, plan_with(HeadTransform(), QuantSpec(4, 32)), [n])
+    turned, cache_turned = run(q, k, v, plan_with(turns, QuantSpec(4, 32)), [n], rope)
+    assert cache_turned.n_bytes == cache.n_bytes
+    assert (turned - exact).pow(2).mean() < 0.05 * (plain - exact).pow(2).mean()
+
+
+def test_a_rotating_offset_needs_the_models_rope() -> None:
+    p = rotating(plan(*SPECS["4 bits"], 0, 0))
+    with pytest.raises(ValueError, match="RoPE"):
+        KVCache(p, 8)
+    with pytest.raises(ValueError, match="needs an offset"):
+        HeadTransform(rotating=True)
 
 
 def test_mixed_widths_and_axes_in_one_layer() -> None:

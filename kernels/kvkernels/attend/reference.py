@@ -45,11 +45,12 @@ class Side:
         return (j <= positions[:, None]) & ~in_packed
 
 
-def attend(q: Tensor, k: Side, v: Side, positions: Tensor, scale: float) -> Tensor:
+def attend(q: Tensor, k: Side, v: Side, positions: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
     """Softmax attention of `n_q` queries, each over what it sees.
 
     q: [n_head, n_q, d_k], transformed for the stored keys; n_head is a multiple of n_head_kv, and neighbouring query
     heads share a KV head.  positions: int64 [n_q].  scale: multiplies the scores.
+    bias: [n_head, n_q, n], added to the scores of the tokens at positions 0 to n - 1, the last query's; None is none.
     Returns [n_head, n_q, d_v] in the stored space of the values; the caller applies `T^-1`.
     """
     n_head, n_q, _ = q.shape
@@ -71,6 +72,8 @@ def attend(q: Tensor, k: Side, v: Side, positions: Tensor, scale: float) -> Tens
         at = k.full_positions
         scores[..., at] = torch.maximum(scores[..., at], torch.where(full, part, -torch.inf))
 
+    if bias is not None:
+        scores += bias.view(scores.shape)
     weights = torch.softmax(scores * scale, dim=-1)
     out = torch.zeros(n_kv, rows, v.store.head_dim, dtype=q.dtype)
     packed = v.packed_mask()

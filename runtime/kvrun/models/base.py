@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config import ModelConfig, RopeStyle
 from ..errors import UnsupportedModelError
 from ..gguf_file import GGUFFile
-from ..layers import Linear, RMSNorm, check_shape
+from ..layers import Linear, RMSNorm, Rope, check_shape
 from ..weights import Weights
 
 #: `(layer, q [n_head, n, d_k], k [n_head_kv, n, d_k], v [n_head_kv, n, d_v]) -> o [n_head, n, d_v]`
@@ -56,8 +56,12 @@ class Model(ABC):
         """
 
     @abstractmethod
+    def rope_of(self, il: int) -> Rope:
+        """The RoPE of layer `il`; layers that turn alike share one, and with it its tables."""
+
     def rope(self, il: int, x: Tensor, positions: Tensor) -> Tensor:
         """RoPE of layer `il`.  x: [n_head, n, head_dim_k].  positions: int64 [n].  Same shape out."""
+        return self.rope_of(il)(x, positions)
 
     @abstractmethod
     def block(self, il: int, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:

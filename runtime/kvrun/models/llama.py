@@ -70,8 +70,8 @@ class Llama(Model):
         self._rope = Rope(config.n_rot, config.rope_theta, config.rope_style, scale=config.rope_scale, factors=factors)
         self.check_all_tensors_used(used)
 
-    def rope(self, il: int, x: Tensor, positions: Tensor) -> Tensor:
-        return self._rope(x, positions)
+    def rope_of(self, il: int) -> Rope:
+        return self._rope
 
     def qkv(self, il: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         blk, n = self.blk[il], x.shape[0]
