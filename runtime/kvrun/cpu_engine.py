@@ -93,10 +93,15 @@ class CpuEngine(Engine):
         self.graph = graph(model, self.weights, factors)
         self._outputs: dict[int, tuple[Graph, int]] = {}
 
-    def new_cache(self, plan: CachePlan, n_ctx: int) -> CpuKVCache:
-        """An empty cache for `n_ctx` tokens; KvError where the plan holds what the compiled attention cannot read."""
+    @staticmethod
+    def check_plan(plan: CachePlan) -> None:
+        """Raise KvError where a plan holds what the compiled attention cannot read."""
         if plan.rotates:
             raise KvError("the CPU engine does not read keys with a rotating offset; use --engine reference")
+
+    def new_cache(self, plan: CachePlan, n_ctx: int) -> CpuKVCache:
+        """An empty cache for `n_ctx` tokens; KvError as `check_plan`."""
+        self.check_plan(plan)
         layers = range(self.model.config.n_layer)
         scales = [self.model.attention_scale(il) for il in layers]
         return CpuKVCache(plan, n_ctx, n_head=self.model.config.n_head, scales=scales, work=self.work)

@@ -9,16 +9,20 @@ from kvrun.errors import KvError
 if TYPE_CHECKING:
     from kvrun.engine import Engine
     from kvrun.models import Model
+    from kvrun.plan import CachePlan
 
 #: What `--engine` takes.
 ENGINE_NAMES = ("auto", "reference", "cpu")
 
 
-def choose_engine(name: str, model: Model, *, n_threads: int | None = None) -> tuple[Engine, str]:
+def choose_engine(
+    name: str, model: Model, *, n_threads: int | None = None, plan: CachePlan | None = None
+) -> tuple[Engine, str]:
     """The engine called `name` for `model`, and why `auto` did not take the fast one (empty where it did).
 
     n_threads: of the CPU engine, None takes every core; the reference engine has torch's.
-    Raises KvError where the engine that was named cannot run the model.
+    plan: of the cache that it will be asked for, where that is known.
+    Raises KvError where the engine that was named cannot run the model or read such a cache.
     """
     from kvrun.engine import Engine
 
@@ -29,6 +33,8 @@ def choose_engine(name: str, model: Model, *, n_threads: int | None = None) -> t
     try:
         from kvrun.cpu_engine import CpuEngine
 
+        if plan is not None:
+            CpuEngine.check_plan(plan)
         return CpuEngine(model, n_threads=n_threads), ""
     except KvError as error:
         if name == "cpu":

@@ -94,16 +94,6 @@ def test_transforms_on_both_axes(tiny_model: Tiny) -> None:
             assert divergence(logits_of(CpuEngine(model, n_threads=3), p, tokens, sizes), want) < 1e-4
 
 
-def test_a_rotating_offset_is_refused_with_the_way_out(tiny_model: Tiny) -> None:
-    model = load_model(tiny_model("llama"))
-    plan = plan_for(model.config.geometry, "kv4", "kv4", recipe=None)
-    turned = HeadTransform(offset=np.ones(model.config.head_dim_k, np.float32), rotating=True)
-    plan = replace(plan, k=tuple((replace(heads[0], transform=turned), *heads[1:]) for heads in plan.k))
-    with pytest.raises(KvError, match="rotating offset; use --engine reference"):
-        CpuEngine(model, n_threads=1).new_cache(plan, 16)
-    assert logits_of(Engine(model), plan, tokens_for(model, 16), [10, 6]).shape == (16, model.config.n_vocab)
-
-
 def test_a_chunk_longer_than_a_pass(tiny_model: Tiny) -> None:
     model = load_model(tiny_model("llama"))
     n = MAX_CHUNK + 70

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from kvrun.engines import ENGINE_NAMES, choose_engine
 from kvrun.errors import KvError
 from kvrun.ggml import GgmlError
 from kvrun.models import load_model
+from kvrun.plan import HeadTransform
 
 Tiny = Callable[..., Path]
 PROSE = "It was the best of times, it was the worst of times, and the children went home with their mothers. " * 8
@@ -80,6 +82,19 @@ def test_what_is_missing_is_said_and_an_explicit_choice_is_an_error(
     assert sum(reason in line for line in err.splitlines()) == 1
     status, out, err = kvrun(capfd, "generate", path, "-p", "It was", "-n", "2", "-c", "64", "--engine", "cpu")
     assert (status, out) == (1, "") and err.splitlines()[-1].startswith("error: ") and reason in err
+
+
+def test_a_plan_that_the_fast_engine_cannot_read(tiny_model: Tiny) -> None:
+    model = load_model(tiny_model("llama"))
+    plan = plan_for(model.config.geometry, "kv4", "kv4", recipe=None)
+    turned = HeadTransform(offset=np.ones(model.config.head_dim_k, np.float32), rotating=True)
+    rotates = replace(plan, k=tuple((replace(heads[0], transform=turned), *heads[1:]) for heads in plan.k))
+    assert choose_engine("auto", model, plan=plan, n_threads=1)[0].name == "cpu"
+    engine, why = choose_engine("auto", model, plan=rotates, n_threads=1)
+    assert engine.name == "reference" and "rotating offset" in why
+    assert engine.forward([1, 2, 3], engine.new_cache(rotates, 8)).isfinite().all()
+    with pytest.raises(KvError, match="rotating offset; use --engine reference"):
+        choose_engine("cpu", model, plan=rotates)
 
 
 def test_head_sizes_that_the_kernels_do_not_take(tiny_model: Tiny) -> None:

@@ -330,7 +330,7 @@ def load_session(
     if loaded.config.n_ctx_train and n_ctx > loaded.config.n_ctx_train:
         note(f"note: the model was trained for {loaded.config.n_ctx_train} tokens, not {n_ctx}", style="dim")
     tokenizer = Tokenizer(loaded.file.path)
-    runs, why_not = choose_engine(engine, loaded, n_threads=torch.get_num_threads())
+    runs, why_not = choose_engine(engine, loaded, n_threads=torch.get_num_threads(), plan=plan)
     if why_not:
         note(f"engine: {runs.name}, because {why_not}", style="dim")
     return Session(loaded, runs, tokenizer, found, plan, n_ctx)
