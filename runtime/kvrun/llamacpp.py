@@ -7,16 +7,8 @@ cache, with our metrics code, and reports what llama.cpp's log says about the al
 
 from __future__ import annotations
 
-import json
-import os
 import queue
-import re
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from kvrun.child import Child
 from kvrun.errors import KvError
 from kvrun.evaluation.windows import Windows
 from kvrun.plan import LayerGeometry
@@ -103,7 +96,7 @@ def measure(
     if extra_buffers is None:
         extra_buffers = extra_buffers_work(model, n_threads)
     request = {
-        **_request("compare", model, setting, n_threads, min(n_ubatch, 512), extra_buffers),
+        **request_for("compare", model, setting, n_threads, min(n_ubatch, 512), extra_buffers),
         "base_types": [CACHE_TYPES["f16"], CACHE_TYPES["f16"]],
         "n_ctx": windows.n_ctx,
         "windows": windows.tokens.tolist(),
@@ -120,7 +113,7 @@ def measure(
         rotation=_rotation(setting, context),
         impl="cpu+repack" if extra_buffers else "cpu",
         version=context.get("version", ""),
-        **_allocation(setting, geometry, context),
+        **allocation(setting, geometry, context),
     )
     if outcome.error or result is None:
         return replace(row, error=outcome.error or "the llama.cpp child ended without a result")
@@ -150,7 +143,7 @@ def logits(
         extra_buffers = extra_buffers_work(model, n_threads)
     setting = LlamaSetting(type_k, type_v, rotate, flash_attn)
     request = {
-        **_request("logits", model, setting, n_threads, n_batch, extra_buffers),
+        **request_for("logits", model, setting, n_threads, n_batch, extra_buffers),
         "n_ctx": len(tokens),
         "tokens": [int(token) for token in tokens],
         "out": str(out),
@@ -170,16 +163,17 @@ def extra_buffers_work(model: Path, n_threads: int) -> bool:
     rows say in `impl` which of the two ran.
     """
     request = {
-        **_request("probe", model, LlamaSetting("f16", "f16"), n_threads, 64, True),
+        **request_for("probe", model, LlamaSetting("f16", "f16"), n_threads, 64, True),
         "n_ctx": 64,
         "tokens": [0] * 64,
     }
     return not run_child(request, rotate=True, timeout_s=TIMEOUT_S).error
 
 
-def _request(
+def request_for(
     mode: str, model: Path, setting: LlamaSetting, n_threads: int, n_ubatch: int, extra_buffers: bool
 ) -> dict[str, Any]:
+    """The message that starts a child of `kvrun.llamacpp_worker`, without its tokens."""
     return {
         "mode": mode,
         "model": str(model),
@@ -208,7 +202,7 @@ def _rotation(setting: LlamaSetting, context: dict[str, Any]) -> str:
     return rotation_name(context["rot_k"], context["rot_v"])
 
 
-def _allocation(setting: LlamaSetting, geometry: Sequence[LayerGeometry], context: dict[str, Any]) -> dict[str, Any]:
+def allocation(setting: LlamaSetting, geometry: Sequence[LayerGeometry], context: dict[str, Any]) -> dict[str, Any]:
     """Bytes and bits per value from what llama.cpp's log says it allocated.
 
     The log gives the number of cells (tokens, rounded up by llama.cpp) and MiB to two decimals. Cells times the blocks
@@ -236,102 +230,29 @@ def run_child(
     on_event: Callable[[dict[str, Any]], None] | None = None,
 ) -> Outcome:
     """Run one request in a child and collect what it says. The child is gone when this returns or raises."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "kvrun.llamacpp_worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=_environment(rotate),
-        # Ctrl-C reaches us alone; we end the child.
-        start_new_session=True,
-    )
-    assert child.stdin is not None and child.stdout is not None and child.stderr is not None
-    lines: queue.Queue[bytes] = queue.Queue()
-    stderr: list[bytes] = []
-    readers = [
-        threading.Thread(target=_pump, args=(child.stdout, lines.put), daemon=True),
-        threading.Thread(target=_pump, args=(child.stderr, stderr.append), daemon=True),
-    ]
-    for reader in readers:
-        reader.start()
+    child = Child("kvrun.llamacpp_worker", rotate=rotate)
     events: dict[str, dict[str, Any]] = {}
     finished = False
     try:
-        with suppress(BrokenPipeError):  # a child that is dead already says why by its exit status
-            child.stdin.write(json.dumps(request).encode() + b"\n")
-            child.stdin.flush()
-        while line := lines.get(timeout=timeout_s):
-            with suppress(ValueError):  # half a line of a child that was killed while writing
-                event = json.loads(line)
-                events[event["event"]] = event
-                if on_event is not None:
-                    on_event(event)
+        child.send(request)
+        while (event := child.receive(timeout_s)) is not None:
+            events[event["event"]] = event
+            if on_event is not None:
+                on_event(event)
         finished = True
     except queue.Empty:
         events.pop("result", None)
     finally:
-        _end(child, patience_s=30.0 if finished else 0.0)
-        for reader in readers:
-            reader.join(timeout=5)
+        child.end(patience_s=30.0 if finished else 0.0)
     if not finished:
         return Outcome(events, f"llama.cpp said nothing for {timeout_s:g} s and was stopped")
-    return Outcome(events, _why(child.returncode, events, b"".join(stderr).decode("utf-8", "replace")))
+    return Outcome(events, _why(child, events))
 
 
-def _environment(rotate: bool) -> dict[str, str]:
-    """The child's environment: our packages importable, no debugger started by ggml's abort, the rotation as asked."""
-    environment = dict(os.environ)
-    roots = [str(Path(__file__).resolve().parents[1])]
-    roots += [path for path in sys.path if path and path not in roots]
-    environment["PYTHONPATH"] = os.pathsep.join(roots)
-    environment["GGML_NO_BACKTRACE"] = "1"
-    # Threads that spin at barriers make llama.cpp many times slower as soon as anything else wants the CPU.
-    environment.setdefault("OMP_WAIT_POLICY", "passive")
-    environment.pop("LLAMA_ATTN_ROT_DISABLE", None)
-    if not rotate:
-        environment["LLAMA_ATTN_ROT_DISABLE"] = "1"
-    return environment
-
-
-def _pump(stream: Any, put: Callable[[bytes], None]) -> None:
-    """Read lines until the child closes the stream, then put an empty one."""
-    for line in stream:
-        put(line)
-    put(b"")
-
-
-def _end(child: subprocess.Popen[bytes], patience_s: float) -> None:
-    """Wait for a child that has closed its stdout, and stop one that has not left by then."""
-    try:
-        child.wait(timeout=patience_s)
-    except subprocess.TimeoutExpired:
-        child.kill()
-    finally:
-        if child.poll() is None:
-            child.kill()
-        child.wait()
-        if child.stdin is not None:
-            with suppress(OSError):
-                child.stdin.close()
-
-
-def _why(status: int, events: dict[str, dict[str, Any]], stderr: str) -> str:
+def _why(child: Child, events: dict[str, dict[str, Any]]) -> str:
     """One line for a child that did not deliver: its own words, its last words, or how it died. Empty when it did."""
-    if status == 0 and "result" in events:
+    if child.status == 0 and "result" in events:
         return ""
     if "error" in events:
         return f"llama.cpp: {events['error']['message']}"
-    last = _last_words(stderr)
-    if status < 0 or status > 128:
-        number = -status if status < 0 else status - 128
-        with suppress(ValueError):
-            return f"llama.cpp ended by {signal.Signals(number).name}" + (f": {last}" if last else "")
-    return f"llama.cpp ended with status {status}" + (f": {last}" if last else "")
-
-
-def _last_words(stderr: str) -> str:
-    """The line of stderr that says why: a failed assertion, else the last line; without the build machine's paths."""
-    lines = [" ".join(line.split()) for line in stderr.splitlines() if line.strip()]
-    asserted = [line for line in lines if "GGML_ASSERT" in line or "GGML_ABORT" in line]
-    line = (asserted or lines or [""])[-1]
-    return re.sub(r"^\S*[/\\](?=[^/\\\s]+:\d+:)", "", line)
+    return f"llama.cpp {child.how_it_ended()}"

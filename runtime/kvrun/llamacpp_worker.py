@@ -15,12 +15,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any, TextIO
+from typing import Any
 
 import llama_cpp
 import numpy as np
 
+from kvrun.child import dump_no_core, take_stdout
 from kvrun.errors import KvError
 from kvrun.evaluation.metrics import TokenScores
 from kvrun.evaluation.windows import Windows
@@ -191,13 +191,13 @@ MODES = {"compare": compare, "logits": write_logits, "probe": probe}
 
 def main() -> int:
     """Serve one request. Reasons for failing go out as an `error` line with exit status 1."""
-    channel = _take_stdout()
+    channel = take_stdout()
 
     def send(event: str, **values: Any) -> None:
         channel.write(json.dumps({"event": event, **values}) + "\n")
         channel.flush()
 
-    _dump_no_core()
+    dump_no_core()
     request = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     send("started", pid=os.getpid())
@@ -208,21 +208,6 @@ def main() -> int:
         send("error", message=str(error) or type(error).__name__)
         return 1
     return 0
-
-
-def _take_stdout() -> TextIO:
-    """Keep the pipe for ourselves and send what C code prints to stderr."""
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return channel
-
-
-def _dump_no_core() -> None:
-    """An abort is an expected outcome here; a core file of the whole model is not."""
-    with suppress(ImportError, OSError, ValueError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _leave_with_parent() -> None:

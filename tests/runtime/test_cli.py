@@ -14,7 +14,7 @@ from kvrun import cache_types, console
 from kvrun.cli import app
 from kvrun.commands import common
 
-COMMANDS = ["chat", "compare", "generate", "perplexity"]
+COMMANDS = ["bench", "chat", "compare", "generate", "perplexity"]
 HEAVY = ["torch", "llama_cpp", "gguf", "scipy", "triton", "numba", "matplotlib", "kvconv"]
 
 
@@ -29,7 +29,7 @@ def child(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *argv], env=environment, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("argv", [[], ["chat"], ["generate"]], ids=lambda argv: " ".join(argv) or "top")
+@pytest.mark.parametrize("argv", [[], ["chat"], ["generate"], ["bench"]], ids=lambda argv: " ".join(argv) or "top")
 def test_help_imports_nothing_heavy(argv: list[str]) -> None:
     code = f"""
 import json, sys

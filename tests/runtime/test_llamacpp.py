@@ -16,6 +16,7 @@ import pytest
 
 from kvrun import llamacpp
 from kvrun.cache_types import plan_for
+from kvrun.child import child_environment
 from kvrun.engine import Engine
 from kvrun.errors import KvError
 from kvrun.evaluation.metrics import TokenScores
@@ -181,7 +182,7 @@ def test_ctrl_c_ends_the_child_too(tiny: Path, windows: Windows) -> None:
         pids.append(event["pid"])
         raise KeyboardInterrupt
 
-    request = {**llamacpp._request("probe", tiny, same("f16"), 1, 64, False), "n_ctx": 64, "tokens": [5] * 64}
+    request = {**llamacpp.request_for("probe", tiny, same("f16"), 1, 64, False), "n_ctx": 64, "tokens": [5] * 64}
     with pytest.raises(KeyboardInterrupt):
         llamacpp.run_child(request, rotate=True, timeout_s=60, on_event=interrupt)
     with pytest.raises(ProcessLookupError):
@@ -192,7 +193,7 @@ def test_the_child_does_not_outlive_us(tiny: Path) -> None:
     """A parent that is killed has no chance to stop its child: the child notices by itself."""
     code = (
         "import os, sys; from pathlib import Path; from kvrun import llamacpp as l\n"
-        "r = {**l._request('probe', Path(sys.argv[1]), l.LlamaSetting('f16', 'f16'), 1, 64, False),"
+        "r = {**l.request_for('probe', Path(sys.argv[1]), l.LlamaSetting('f16', 'f16'), 1, 64, False),"
         " 'n_ctx': 64, 'tokens': [5] * 64}\n"
         "def die(event):\n"
         "    print(event['pid'], flush=True)\n"
@@ -207,13 +208,16 @@ def test_the_child_does_not_outlive_us(tiny: Path) -> None:
 
 def test_nothing_but_json_comes_out_of_the_child(tiny: Path) -> None:
     for request in (
-        {**llamacpp._request("probe", tiny, same("f16"), 1, 64, False), "n_ctx": 64, "tokens": [5] * 64},
-        {**llamacpp._request("probe", tiny, LlamaSetting("q6_k", "f16", flash_attn=False), 1, 64, False), "n_ctx": 64},
+        {**llamacpp.request_for("probe", tiny, same("f16"), 1, 64, False), "n_ctx": 64, "tokens": [5] * 64},
+        {
+            **llamacpp.request_for("probe", tiny, LlamaSetting("q6_k", "f16", flash_attn=False), 1, 64, False),
+            "n_ctx": 64,
+        },
     ):
         child = subprocess.Popen(
             [sys.executable, "-m", "kvrun.llamacpp_worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            env=llamacpp._environment(True),
+            env=child_environment(True),
         )  # fmt: skip
         assert child.stdin is not None and child.stdout is not None
         child.stdin.write(json.dumps(request).encode() + b"\n")

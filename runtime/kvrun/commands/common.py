@@ -48,7 +48,8 @@ SAMPLING = "Sampling"
 MACHINE = "Machine"
 
 
-def _cache_type(name: str | None) -> str | None:
+def check_type(name: str | None) -> str | None:
+    """The name of one of our cache types, or None; wrong usage, with advice, for any other."""
     if name is not None and name.lower() in INSTEAD_OF_LLAMA_CPP:
         raise UsageError(
             f"{name} is a format of llama.cpp; use {INSTEAD_OF_LLAMA_CPP[name.lower()]} here (one of "
@@ -59,7 +60,8 @@ def _cache_type(name: str | None) -> str | None:
     return name
 
 
-def _engine(name: str) -> str:
+def check_engine(name: str) -> str:
+    """The name of an engine; wrong usage for any other."""
     if name not in ENGINES.split("|"):
         raise UsageError(f"unknown engine {printable(name)}; use one of {ENGINES.replace('|', ', ')}")
     return name
@@ -118,7 +120,7 @@ UbatchOption = Annotated[
 CacheTypeK = Annotated[
     str | None,
     typer.Option(
-        "-ctk", "--cache-type-k", metavar=OUR_TYPES, envvar="LLAMA_ARG_CACHE_TYPE_K", callback=_cache_type,
+        "-ctk", "--cache-type-k", metavar=OUR_TYPES, envvar="LLAMA_ARG_CACHE_TYPE_K", callback=check_type,
         rich_help_panel=CACHE, help="Keys; auto is the recipe. If left out: auto with a recipe, else f16.",
         show_default=False,
     ),
@@ -126,7 +128,7 @@ CacheTypeK = Annotated[
 CacheTypeV = Annotated[
     str | None,
     typer.Option(
-        "-ctv", "--cache-type-v", metavar=OUR_TYPES, envvar="LLAMA_ARG_CACHE_TYPE_V", callback=_cache_type,
+        "-ctv", "--cache-type-v", metavar=OUR_TYPES, envvar="LLAMA_ARG_CACHE_TYPE_V", callback=check_type,
         rich_help_panel=CACHE, help="Values, likewise.", show_default=False,
     ),
 ]  # fmt: skip
@@ -172,7 +174,7 @@ WeightsBudgetOption = Annotated[
 EngineOption = Annotated[
     str,
     typer.Option(
-        "--engine", metavar=ENGINES, callback=_engine, rich_help_panel=MACHINE,
+        "--engine", metavar=ENGINES, callback=check_engine, rich_help_panel=MACHINE,
         help="reference computes in torch and is the definition; cpu multiplies the file's own blocks with ggml and "
         "compiles its attention; auto takes cpu where it can run the model.",
     ),
