@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvrun import __version__
+from kvrun.cache import KVCache
 from kvrun.errors import KvError
 from kvrun.evaluation.guard import check_cache_was_read
 from kvrun.evaluation.metrics import TokenScores
+from kvrun.evaluation.probe import check_cache_obeys
 from kvrun.evaluation.texts import MeasuredText
 from kvrun.evaluation.windows import Chunk, Windows
 from kvrun.plan import CachePlan
@@ -50,6 +52,7 @@ class Run:
         self.n_windows = 0
         self.failure: Exception | None = None
         self._bypassed: Tensor | None = None
+        self._probed = False
 
     def begin(self) -> None:
         """Forget the tokens of the window before."""
@@ -74,11 +77,17 @@ class Run:
         return self._bypassed[chunk.start : chunk.stop]
 
     def check(self) -> None:
-        """Raise the failure if there was one, or MeasurementError where the cache was not read as it must be."""
+        """Raise the failure if there was one, or MeasurementError where the cache is not what its plan says.
+
+        That is: it was not read as it must be, or it does not return what the plan makes of keys and values.
+        """
         if self.failure is not None:
             raise self.failure
         cache = self.cache
         check_cache_was_read(self.plan, cache.n_ctx, self.n_windows, cache.packed_read, cache.tokens_read)
+        if not self._probed and type(cache) is KVCache:  # compiled caches are held to this one by their own tests
+            check_cache_obeys(self.plan, cache.n_ctx)
+            self._probed = True
 
     def row(
         self, *, model: str, text: MeasuredText, n_threads: int, note: str = "", control: bool = False

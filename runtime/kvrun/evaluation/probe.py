@@ -1,0 +1,117 @@
+"""A probe of the cache that gives the figures: does it hold and return what its plan says?
+
+Before any figure is printed, a few random keys and values go through a cache of the same kind, one layer at a time, and
+what its attention returns is held against the definition, computed here from the plan alone: transform once, quantize,
+restore, attend to what the visibility rule shows, undo the transform. A cache that returns full-precision keys, applies
+or undoes a transform wrongly, or ignores sinks and window is far from the definition, whatever its counters say.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvkernels.quantize import dequantize, dequantize_ggml, quantize, quantize_ggml
+from kvrun.cache import KVCache, head_matrix
+from kvrun.errors import MeasurementError
+from kvrun.plan import CachePlan, HeadPlan
+from kvrun.visibility import packed_end
+
+#: Error allowed, as a share of what quantizing changes: a code that float32 rounds the other way stays far below it.
+TOLERANCE = 0.2
+#: Queries that are compared, the latest ones.
+_N_QUERIES = 4
+
+
+def check_cache_obeys(plan: CachePlan, n_ctx: int) -> None:
+    """Raise MeasurementError, naming the layer, where a cache of this plan does not compute what the plan says.
+
+    n_ctx: tokens of a window; the probe is no longer. Layers that store alike are probed once. Milliseconds per layer.
+    """
+    seen: set[tuple[object, ...]] = set()
+    for il, shape in enumerate(plan.geometry):
+        heads = (*plan.k[il], *plan.v[il])
+        alike = (shape, *(_storage(head) for head in heads))
+        if alike in seen or not any(head.spec.quantized for head in heads):
+            continue
+        seen.add(alike)
+        _probe_layer(plan, il, n_ctx)
+
+
+def _storage(head: HeadPlan) -> tuple[object, ...]:
+    """What decides how a head is stored; learned arrays count as alike only where they are the same object."""
+    transform = head.transform
+    return head.spec, head.clip, transform.hadamard, *map(id, (transform.order, transform.matrix, transform.offset))
+
+
+def _probe_layer(plan: CachePlan, il: int, n_ctx: int) -> None:
+    shape, heads_k, heads_v = plan.geometry[il], plan.k[il], plan.v[il]
+    block = max(head.spec.block for head in (*heads_k, *heads_v))
+    n = min(n_ctx, plan.sinks + plan.window + 2 * block + 6)
+    generator = torch.Generator().manual_seed(il)
+    n_kv = shape.n_head_kv
+    # Channels of very different size, as real ones are: a wrong order or rotation then shows.
+    spread_k = torch.exp(torch.randn(n_kv, 1, shape.head_dim_k, generator=generator, dtype=torch.float64))
+    spread_v = torch.exp(torch.randn(n_kv, 1, shape.head_dim_v, generator=generator, dtype=torch.float64))
+    k = torch.randn(n_kv, n, shape.head_dim_k, generator=generator, dtype=torch.float64) * spread_k
+    v = torch.randn(n_kv, n, shape.head_dim_v, generator=generator, dtype=torch.float64) * spread_v
+    q = torch.randn(n_kv, n, shape.head_dim_k, generator=generator, dtype=torch.float64) / spread_k
+    scale = shape.head_dim_k**-0.5
+
+    one = CachePlan((shape,), (heads_k,), (heads_v,), plan.sinks, plan.window, plan.type_k, plan.type_v)
+    cache = KVCache(one, n, torch.float64)
+    half = n // 2
+    parts = []
+    for piece in (slice(0, half), slice(half, n)):
+        parts.append(cache.attend(0, q[:, piece], k[:, piece], v[:, piece], scale))
+        cache.commit(piece.stop - piece.start)
+    got = torch.cat(parts, 1)[:, -_N_QUERIES:]
+
+    quantized, plain = torch.empty_like(got), torch.empty_like(got)
+    blocks = [max(head.spec.block for head in side) for side in (heads_k, heads_v)]
+    for ih in range(n_kv):
+        for i in range(got.shape[1]):
+            t = n - got.shape[1] + i
+            for out, stored in ((quantized, True), (plain, False)):
+                keys, values = (
+                    _seen(x[ih, : t + 1], head, plan, block, stored)
+                    for x, head, block in zip((k, v), (heads_k[ih], heads_v[ih]), blocks, strict=True)
+                )
+                weights = torch.softmax(keys @ q[ih, t] * scale, 0)
+                out[ih, i] = weights @ values
+    # An offset of the keys shifts all scores of a query alike and leaves no trace in the outputs.
+    error, effect = (float((x - quantized).square().sum().sqrt()) for x in (got, plain))
+    if not error <= TOLERANCE * effect:
+        raise MeasurementError(
+            f"refused: the cache of {plan.type_k}/{plan.type_v} does not compute what its plan says (layer {il}: error "
+            f"{error:.2g} where quantizing changes {effect:.2g}); the figures would not be this cache's, please report "
+            "this"
+        )
+
+
+def _seen(x: Tensor, head: HeadPlan, plan: CachePlan, block: int, stored: bool) -> Tensor:
+    """The tokens x [n, d] of one head as the last query sees them, in the model's own space, float64.
+
+    stored: through the quantizer where the visibility rule says packed; else as they are.
+    """
+    if not stored:
+        return x
+    transform, d = head.transform, x.shape[-1]
+    offset = torch.zeros(d, dtype=torch.float64)
+    if transform.offset is not None:
+        offset = torch.from_numpy(transform.offset).double()
+    t = head_matrix(transform, d)
+    t = torch.eye(d, dtype=torch.float64) if t is None else t
+    y = ((x - offset) @ t.T).half()
+    full = y.double()
+    end = packed_end(len(x), plan.sinks, plan.window, block)
+    if head.spec.quantized and end > plan.sinks:
+        full[plan.sinks : end] = _restored(y[None, plan.sinks : end], head)
+    return full @ torch.linalg.inv(t).T + offset
+
+
+def _restored(y: Tensor, head: HeadPlan) -> Tensor:
+    if not head.spec.has_minimum:
+        return dequantize_ggml(*quantize_ggml(y, head.spec), head.spec, torch.float64)[0]
+    clip = torch.tensor([head.clip]) if head.clip != 1.0 else None
+    return dequantize(*quantize(y, head.spec, clip), head.spec, torch.float64)[0]
