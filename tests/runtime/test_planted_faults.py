@@ -14,11 +14,13 @@ from kvkernels.spec import QuantSpec
 from kvkernels.store import PackedStore
 from kvrun import cache
 from kvrun.cache_types import plan_for
+from kvrun.config import RopeStyle
 from kvrun.engine import Engine
 from kvrun.errors import MeasurementError
 from kvrun.evaluation.perplexity import Run, run_plans
 from kvrun.evaluation.probe import check_cache_obeys
 from kvrun.evaluation.windows import Windows
+from kvrun.layers import Rope
 from kvrun.models import load_model
 from kvrun.plan import CachePlan, HeadPlan, HeadTransform, LayerGeometry
 
@@ -120,6 +122,15 @@ def test_the_probe_alone_sees_it_whatever_the_storage(
     fault(monkeypatch)
     with pytest.raises(MeasurementError, match=r"does not compute what its plan says \(layer 0"):
         check_cache_obeys(plan, 512)
+
+
+@pytest.mark.parametrize("style", ["neox", "interleaved"])
+def test_a_right_cache_with_a_rotating_offset_passes(style: RopeStyle) -> None:
+    geometry = (LayerGeometry(2, 64, 32),)
+    plan = transformed(geometry, QuantSpec(4, 32))
+    turning = [replace(h, transform=replace(h.transform, rotating=True)) for h in plan.k[0]]
+    rope = Rope(64, 500.0, style)
+    check_cache_obeys(replace(plan, k=(tuple(turning),)), 128, lambda il: rope)
 
 
 @pytest.mark.parametrize("name", ["kv8", "kv5", "kv4", "kv2", "kv1", "emu-q4_0", "emu-q8_0"])

@@ -86,7 +86,7 @@ class Run:
         cache = self.cache
         check_cache_was_read(self.plan, cache.n_ctx, self.n_windows, cache.packed_read, cache.tokens_read)
         if not self._probed and type(cache) is KVCache:  # compiled caches are held to this one by their own tests
-            check_cache_obeys(self.plan, cache.n_ctx)
+            check_cache_obeys(self.plan, cache.n_ctx, self.engine.model.rope_of)
             self._probed = True
 
     def row(

@@ -8,6 +8,9 @@ or undoes a transform wrongly, or ignores sinks and window is far from the defin
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -17,16 +20,20 @@ from kvrun.errors import MeasurementError
 from kvrun.plan import CachePlan, HeadPlan
 from kvrun.visibility import packed_end
 
+if TYPE_CHECKING:
+    from kvrun.layers import Rope
+
 #: Error allowed, as a share of what quantizing changes: a code that float32 rounds the other way stays far below it.
 TOLERANCE = 0.2
 #: Queries that are compared, the latest ones.
 _N_QUERIES = 4
 
 
-def check_cache_obeys(plan: CachePlan, n_ctx: int) -> None:
+def check_cache_obeys(plan: CachePlan, n_ctx: int, rope_of: Callable[[int], Rope] | None = None) -> None:
     """Raise MeasurementError, naming the layer, where a cache of this plan does not compute what the plan says.
 
-    n_ctx: tokens of a window; the probe is no longer. Layers that store alike are probed once. Milliseconds per layer.
+    n_ctx: tokens of a window; the probe is no longer. Layers that store alike are probed once. rope_of: as `KVCache`
+    takes it; needed where the plan rotates.
     """
     seen: set[tuple[object, ...]] = set()
     for il, shape in enumerate(plan.geometry):
@@ -35,16 +42,22 @@ def check_cache_obeys(plan: CachePlan, n_ctx: int) -> None:
         if alike in seen or not any(head.spec.quantized for head in heads):
             continue
         seen.add(alike)
-        _probe_layer(plan, il, n_ctx)
+        _probe_layer(plan, il, n_ctx, None if rope_of is None else rope_of(il))
 
 
 def _storage(head: HeadPlan) -> tuple[object, ...]:
     """What decides how a head is stored; learned arrays count as alike only where they are the same object."""
     transform = head.transform
-    return head.spec, head.clip, transform.hadamard, *map(id, (transform.order, transform.matrix, transform.offset))
+    return (
+        head.spec,
+        head.clip,
+        transform.hadamard,
+        transform.rotating,
+        *map(id, (transform.order, transform.matrix, transform.offset)),
+    )
 
 
-def _probe_layer(plan: CachePlan, il: int, n_ctx: int) -> None:
+def _probe_layer(plan: CachePlan, il: int, n_ctx: int, rope: Rope | None) -> None:
     shape, heads_k, heads_v = plan.geometry[il], plan.k[il], plan.v[il]
     block = max(head.spec.block for head in (*heads_k, *heads_v))
     n = min(n_ctx, plan.sinks + plan.window + 2 * block + 6)
@@ -59,7 +72,7 @@ def _probe_layer(plan: CachePlan, il: int, n_ctx: int) -> None:
     scale = shape.head_dim_k**-0.5
 
     one = CachePlan((shape,), (heads_k,), (heads_v,), plan.sinks, plan.window, plan.type_k, plan.type_v)
-    cache = KVCache(one, n, torch.float64)
+    cache = KVCache(one, n, torch.float64, rope_of=None if rope is None else lambda _: rope)
     half = n // 2
     parts = []
     for piece in (slice(0, half), slice(half, n)):
@@ -74,7 +87,7 @@ def _probe_layer(plan: CachePlan, il: int, n_ctx: int) -> None:
             t = n - got.shape[1] + i
             for out, stored in ((quantized, True), (plain, False)):
                 keys, values = (
-                    _seen(x[ih, : t + 1], head, plan, block, stored)
+                    _seen(x[ih, : t + 1], head, plan, block, stored, rope)
                     for x, head, block in zip((k, v), (heads_k[ih], heads_v[ih]), blocks, strict=True)
                 )
                 weights = torch.softmax(keys @ q[ih, t] * scale, 0)
@@ -89,7 +102,7 @@ def _probe_layer(plan: CachePlan, il: int, n_ctx: int) -> None:
         )
 
 
-def _seen(x: Tensor, head: HeadPlan, plan: CachePlan, block: int, stored: bool) -> Tensor:
+def _seen(x: Tensor, head: HeadPlan, plan: CachePlan, block: int, stored: bool, rope: Rope | None) -> Tensor:
     """The tokens x [n, d] of one head as the last query sees them, in the model's own space, float64.
 
     stored: through the quantizer where the visibility rule says packed; else as they are.
@@ -97,9 +110,11 @@ def _seen(x: Tensor, head: HeadPlan, plan: CachePlan, block: int, stored: bool) 
     if not stored:
         return x
     transform, d = head.transform, x.shape[-1]
-    offset = torch.zeros(d, dtype=torch.float64)
+    offset = torch.zeros(x.shape, dtype=torch.float64)
     if transform.offset is not None:
-        offset = torch.from_numpy(transform.offset).double()
+        offset += torch.from_numpy(transform.offset)
+    if transform.rotating and rope is not None:
+        offset = rope(offset[None], torch.arange(len(x)))[0]
     t = head_matrix(transform, d)
     t = torch.eye(d, dtype=torch.float64) if t is None else t
     y = ((x - offset) @ t.T).half()
