@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from kvrun.evaluation.windows import Windows
     from kvrun.models import Model
 
-#: A part stands out when the logarithm of its damage lies so many robust standard deviations above the median.
-Z_LIMIT = 4.0
+#: A part stands out when the logarithm of its damage lies so many robust standard deviations above the median
+#: (Iglewicz and Hoaglin's modified z-score), ...
+Z_LIMIT = 3.5
+#: ... or when leaving it out takes away more than this share of the damage of the whole cache.
+DOMINANT_SHARE = 0.5
 #: Layers that are all alike have a spread near zero; differences below this factor never count as one deviation.
 MIN_SPREAD = float(np.log(1.25))
 #: What stands out among its like may still be harmless beside the other side of the cache.
@@ -54,7 +57,8 @@ class Repair:
 
     setting: for people, such as `offset+hadamard64`, `5 bits`, `f16`.  kld_only: with nothing but the part quantized
     that way.  kld_all: with the whole cache quantized and the part stored that way.  extra_bits: per value of the
-    part, over what it had.  enough: whether the part no longer stands out.
+    part, over what it had.  enough: whether the part no longer stands out, at half of its damage or less, and the
+    whole cache gains.
     """
 
     setting: str
@@ -97,20 +101,21 @@ def limit_of(values: Sequence[float]) -> tuple[float, float]:
 
 
 def stand_outs(damages: Sequence[Damage], kld_all: float) -> list[StandOut]:
-    """Parts whose damage alone is an outlier among the parts of the same side, on a logarithmic scale; worst first.
+    """Parts that do far more damage than their like, worst first.
 
-    The rule is median + 4 robust deviations, which a single broken layer cannot move (Hampel's identifier), and at
-    least a tenth of the damage of the whole cache. Fewer than 5 parts give no spread to speak of: none stands out.
+    Either the damage of a part alone is an outlier among the parts of the same side, on a logarithmic scale, by a
+    median and a median absolute deviation that a few broken layers cannot move, and at least a tenth of the damage of
+    the whole cache; or leaving it out takes away more than half of that. Fewer than 5 parts have no spread to speak
+    of, so that only the second rule holds.
     """
     found = []
     for side in ("k", "v"):
         like = [d for d in damages if d.part.side == side]
-        if len(like) < 5:
-            continue
-        median, spread = limit_of([d.kld_only for d in like])
+        median, spread = limit_of([d.kld_only for d in like]) if like else (0.0, 1.0)
         for damage in like:
             z = (float(np.log(max(damage.kld_only, 1e-12))) - median) / spread
-            if z > Z_LIMIT and damage.kld_only > MIN_SHARE * kld_all:
+            outlier = len(like) >= 5 and z > Z_LIMIT and damage.kld_only > MIN_SHARE * kld_all
+            if outlier or (len(like) > 1 and damage.kld_rest < (1 - DOMINANT_SHARE) * kld_all):
                 found.append(StandOut(damage, float(np.exp(median)), z))
     return sorted(found, key=lambda s: -s.damage.kld_only)[:MAX_NAMED]
 
@@ -182,7 +187,7 @@ def find(
         candidates = list(offers(heads, part.side, head_means, dim))
         like = [d.kld_only for d in diagnosis.damages if d.part.side == part.side]
         median, spread = limit_of(like)
-        limit = float(np.exp(median + Z_LIMIT * spread))
+        limit = max(float(np.exp(median + Z_LIMIT * spread)), MIN_SHARE * diagnosis.kld_all)
         tried = []
         measured = _measure(
             model, windows, diagnosis.plan, part, candidates,
@@ -190,7 +195,7 @@ def find(
         )  # fmt: skip
         for new, (only, everything) in zip(candidates, measured, strict=True):
             bits = [n.spec.bits_per_value(dim) - h.spec.bits_per_value(dim) for n, h in zip(new, heads, strict=True)]
-            enough = only <= limit and everything < diagnosis.kld_all
+            enough = only <= limit and only < 0.5 * what.damage.kld_only and everything < diagnosis.kld_all
             tried.append(Repair(setting_name(new, heads), only, everything, sum(bits) / len(bits), enough))
         findings.append(Finding(what, tuple(tried), _advice(tried), diagnosis.kld_all))
     return findings

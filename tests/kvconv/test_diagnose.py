@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from kvconv.cli import app
 from kvconv.diagnose import Damage, Part, diagnose, in_full, with_part, with_transform
@@ -32,17 +33,20 @@ ARGUMENTS = ("-c", "64", "--window", "8", "-t", "1")
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six layers; the keys of layer 3 have a constant of 60 in the channels that RoPE hardly turns."""
-    path = make_tiny_model("qwen2", tmp_path_factory.mktemp("broken") / "broken.gguf", n_layer=6)
+    """Six layers of like weight; the keys of layer 3 have a constant in a channel that RoPE hardly turns."""
+    path = make_tiny_model("qwen2", tmp_path_factory.mktemp("broken") / "broken.gguf", n_layer=6, tied=False)
     file = GGUFFile(path)
     dim = load_model(path).config.head_dim_k
-    info = file.tensors[f"blk.{BROKEN}.attn_k.bias"]
+    info, embedding = file.tensors[f"blk.{BROKEN}.attn_k.bias"], file.tensors["token_embd.weight"]
     bias = np.zeros(info.shape, np.float32).reshape(-1, dim)
-    bias[:, dim // 2 - 1] = 60.0
+    bias[:, dim // 2 - 1] = 150.0
+    # Beside a large embedding no layer changes much of what the next ones see: an error weighs the same anywhere.
+    large = 10 * file.dequantize("token_embd.weight")
     del file
     with path.open("r+b") as raw:
-        raw.seek(info.offset)
-        raw.write(bias.tobytes())
+        for place, values in ((info, bias), (embedding, large)):
+            raw.seek(place.offset)
+            raw.write(values.tobytes())
     return path
 
 
@@ -57,7 +61,7 @@ def plan_of(path: Path, type_k: str = "kv4", type_v: str = "kv4") -> CachePlan:
 def test_starting_at_a_layer_changes_nothing(tiny_model: Callable[..., Path]) -> None:
     """Every figure equals that of whole passes through the evaluator that `kvrun perplexity` uses."""
     path = tiny_model("llama", n_layer=3, seed=7)
-    model, windows = load_model(path), Windows(tokens(2))
+    model, windows = load_model(path, dtype=torch.float64), Windows(tokens(2))
     plan = plan_of(path)
     result = diagnose(model, windows, plan, heads=True)
     assert len(result.damages) == 3 * 2 * 2
@@ -68,9 +72,9 @@ def test_starting_at_a_layer_changes_nothing(tiny_model: Callable[..., Path]) ->
         full = in_full(plan).k[0][0]
         only = with_part(in_full(plan), part, [heads])
         rest = with_part(plan, part, [full])
-        runs = run_plans(Engine(model), windows, [only, rest, plan], reference=f16)
+        runs = run_plans(Engine(model, dtype=torch.float64), windows, [only, rest, plan], reference=f16)
         expected = [float(run.scores.kld.mean()) for run in runs]
-        np.testing.assert_allclose([damage.kld_only, damage.kld_rest, result.kld_all], expected, rtol=1e-4)
+        np.testing.assert_allclose([damage.kld_only, damage.kld_rest, result.kld_all], expected, rtol=1e-8)
         assert damage.kld_only > 0
 
 
@@ -110,7 +114,7 @@ def test_the_advice_holds_for_the_whole_plan(broken: Path) -> None:
 
 
 def _damages(values: list[float]) -> list[Damage]:
-    return [Damage(Part(i, "k"), v, 0.0, 0.0, 0.0, 0.1) for i, v in enumerate(values)]
+    return [Damage(Part(i, "k"), v, 0.0, 100.0, 0.0, 0.1) for i, v in enumerate(values)]
 
 
 def test_what_stands_out() -> None:
@@ -125,6 +129,9 @@ def test_what_stands_out() -> None:
     # Layers that are the same but for rounding have no outliers.
     assert stand_outs(_damages([0.01] * 8 + [0.011]), 0.1) == []
     assert stand_outs(_damages([0.01, 0.01, 5.0]), 5.0) == []
+    # Whatever the spread: what takes more than half of the damage away when it is left out stands out.
+    wide = [replace(d, kld_rest=0.3 if d.part.layer == 2 else 0.9) for d in _damages([1e-5, 1e-3, 0.1, 1e-4, 1e-2])]
+    assert [s.damage.part.layer for s in stand_outs(wide, 1.0)] == [2]
 
 
 def test_a_cache_that_quantizes_nothing_is_refused(tiny_model: Callable[..., Path]) -> None:
