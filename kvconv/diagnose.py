@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvkernels.rope_offset import turned_offset
 from kvkernels.spec import QuantSpec
 from kvkernels.transform import hadamard_block
 from kvrun.cache import KVCache, LayerSide
@@ -165,7 +166,7 @@ class Bench:
     ) -> np.ndarray:
         n = self.windows.n_ctx
         plan = tail(plan, first)
-        cache = KVCache(plan, n, self.model.dtype)
+        cache = KVCache(plan, n, self.model.dtype, rope_of=lambda il: self.model.rope_of(il + first))
 
         def attend(il: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = cache.attend(il - first, q, k, v, self.model.attention_scale(il))
@@ -279,6 +280,9 @@ def round_trip(side: LayerSide, x: Tensor) -> np.ndarray:
         return np.zeros((2, x.shape[0]))
     stored = x[:, side.sinks : side.packed_end(n)]
     origin = stored if side.offset is None else stored - side.offset[:, None]
+    if side.rotating is not None and side.rope is not None:
+        turned = turned_offset(side.rotating, side.rope.angles(n, x.dtype), side.rope.style)
+        origin = origin - turned[:, side.sinks : side.packed_end(n)]
     error = (side.from_sum(restored) - origin).double().square().sum((1, 2))
     deviation = (stored - stored.mean(1, keepdim=True)).double().square().sum((1, 2))
     return torch.stack([error, deviation]).numpy()

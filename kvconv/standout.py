@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -190,15 +191,18 @@ def find(
         limit = max(float(np.exp(median + Z_LIMIT * spread)), MIN_SHARE * diagnosis.kld_all)
         tried = []
         measured = _measure(
-            model, windows, diagnosis.plan, part, candidates,
-            lambda done, total, index=index: on_progress(index * total + done, len(named) * total),
-        )  # fmt: skip
+            model, windows, diagnosis.plan, part, candidates, partial(_advance, on_progress, index, len(named))
+        )
         for new, (only, everything) in zip(candidates, measured, strict=True):
             bits = [n.spec.bits_per_value(dim) - h.spec.bits_per_value(dim) for n, h in zip(new, heads, strict=True)]
             enough = only <= limit and only < 0.5 * what.damage.kld_only and everything < diagnosis.kld_all
             tried.append(Repair(setting_name(new, heads), only, everything, sum(bits) / len(bits), enough))
         findings.append(Finding(what, tuple(tried), _advice(tried), diagnosis.kld_all))
     return findings
+
+
+def _advance(on_progress: Callable[[int, int], None], index: int, n_named: int, done: int, total: int) -> None:
+    on_progress(index * total + done, n_named * total)
 
 
 def _advice(tried: Sequence[Repair]) -> Repair | None:

@@ -62,7 +62,7 @@ def test_the_programs_tell_their_version(program: str) -> None:
 
 
 def test_every_import_is_declared() -> None:
-    declared = {canonicalize_name(r.name) for r in requirements()}
+    declared = {canonicalize_name(r.name) for r in [*requirements(), *requirements("report")]}
     undeclared = set()
     for path, tree in package_trees():
         for node in ast.walk(tree):
@@ -83,7 +83,7 @@ def test_every_dependency_is_pinned_within_its_bounds() -> None:
     tested: dict[str, list[Requirement]] = {}
     for pin in pins():
         tested.setdefault(canonicalize_name(pin.name), []).append(pin)
-    for wanted in [*requirements(), *requirements("demo"), *requirements("test")]:
+    for wanted in [*requirements(), *requirements("demo"), *requirements("report"), *requirements("test")]:
         found = tested.get(canonicalize_name(wanted.name), [])
         assert found, f"{wanted.name} is not in constraints.txt"
         for pin in found:

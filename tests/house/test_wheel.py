@@ -39,7 +39,7 @@ def test_exactly_the_three_packages_are_installed(wheel: Path) -> None:
         (Path(package) / path.relative_to(folder)).as_posix()
         for package, folder in PACKAGES.items()
         for path in folder.rglob("*.py")
-    }
+    } | {"kvrun/report/template.html"}
     assert set(files) == expected
 
 

@@ -25,7 +25,7 @@ from kvrun.commands.common import (
     read_text,
     set_threads,
 )
-from kvrun.console import note, progress
+from kvrun.console import UsageError, note, printable, progress
 from kvrun.tables import OutputFormat, print_rows
 
 if TYPE_CHECKING:
@@ -49,6 +49,22 @@ def compare(
     threads: ThreadsOption = None,
     weights_budget: WeightsBudgetOption = None,
     engine: EngineOption = "reference",
+    report_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", metavar="DIR", help="Write report.json, report.md and report.html here.", show_default=False
+        ),
+    ] = None,
+    diagnosis: Annotated[
+        Path | None,
+        typer.Option(
+            "--diagnose",
+            metavar="FILE",
+            help="Show this output of `kvconv diagnose -o json` in the report.",
+            show_default=False,
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write the report into a folder that exists.")] = False,
     output: OutputOption = OutputFormat.md,
 ) -> None:
     """Every cache type on the same text: ours, the recipe, and llama.cpp's with its rotation on and off.
@@ -58,6 +74,14 @@ def compare(
     """
     path = choose_model(model_argument, model)
     set_threads(threads)
+    if report_folder is None and (force or diagnosis is not None):
+        raise UsageError("--force and --diagnose belong to a report; name its folder with --report")
+    layers = None
+    if report_folder is not None:
+        from kvrun.report import check_folder, read_diagnosis
+
+        check_folder(report_folder, force=force)
+        layers = None if diagnosis is None else read_diagnosis(diagnosis)
     from kvrun.engine import CHUNK_INVARIANT_ROWS
     from kvrun.evaluation.texts import MeasuredText, default_text
 
@@ -94,6 +118,12 @@ def compare(
         print(report(rows), end="")
     else:
         print_rows([row.as_dict() for row in rows], COLUMNS, output)
+    if report_folder is not None:
+        from kvrun.report import header_of, write_report
+
+        header = header_of(session.model.file, text, windows, session.recipe)
+        written = write_report(rows, header, report_folder, layers=layers, force=True)
+        note(f"wrote {', '.join(printable(str(path)) for path in written)}", style="dim")
     complaint = control_complaint(rows)
     if complaint:
         note(f"WARNING: {complaint}", style="bold red")

@@ -14,11 +14,9 @@ from kvrun.compare_table import COLUMNS, footnote, table_row
 from kvrun.console import printable
 from kvrun.errors import KvError
 from kvrun.report.charts import NARROW, WIDE, by_position, pareto
-from kvrun.report.layers import LayerReport, read_diagnosis
+from kvrun.report.layers import LayerReport
 from kvrun.results import ResultRow
 from kvrun.tables import Column, markdown, plain
-
-__all__ = ["LayerReport", "check_folder", "read_diagnosis", "write_report"]
 
 FILES = ("report.json", "report.md", "report.html")
 FORMAT = "kvrun.report"
