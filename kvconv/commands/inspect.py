@@ -26,10 +26,9 @@ def inspect(
 
     A model without a recipe of its own is looked up beside itself (kvconv-<model file name>).
     """
-    from kvrun.locate import find_model
-
     from kvconv import report
     from kvrun.gguf_file import GGUFFile
+    from kvrun.locate import find_model
     from kvrun.recipe import Recipe, recipe_source
     from kvrun.tables import markdown, plain
 
