@@ -15,6 +15,9 @@ from kvrun.report.charts import WIDE, Cell, heat_map
 #: Value of the key "format" in what `kvconv diagnose -o json` prints.
 DIAGNOSIS_FORMAT = "kvconv.diagnosis"
 
+#: No model has as many: a larger number would make a drawing without end.
+MOST_LAYERS = 4096
+
 
 @dataclass(frozen=True)
 class LayerReport:
@@ -27,6 +30,8 @@ class LayerReport:
         try:
             if self.content["format"] != DIAGNOSIS_FORMAT:
                 raise KeyError("format")
+            if not all(0 <= int(part["layer"]) < MOST_LAYERS for part in self.content["parts"]):
+                raise ValueError("layer")
             self.heat_maps()
             _ = [finding["sentence"] for finding in self.content["findings"]], float(self.content["kld_all"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
