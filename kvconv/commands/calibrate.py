@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvrun.commands.common import ModelArgument, ModelOption, ThreadsOption, choose_model, set_threads
+from kvrun.commands.common import MAX_TOKENS, ModelArgument, ModelOption, ThreadsOption, choose_model, set_threads
 from kvrun.console import UsageError, note, printable, progress
 from kvrun.errors import KvError
 
@@ -60,14 +60,18 @@ GroupOption = Annotated[
         help="Channels that share a scale. If left out: 64, or what divides the head.", show_default=False,
     ),
 ]  # fmt: skip
-SinksOption = Annotated[int, typer.Option("--sinks", metavar="N", min=0, help="First tokens kept in full precision.")]
-WindowOption = Annotated[int, typer.Option("--window", metavar="N", min=0, help="Latest tokens, likewise.")]
+SinksOption = Annotated[
+    int, typer.Option("--sinks", metavar="N", min=0, max=MAX_TOKENS, help="First tokens kept in full precision.")
+]
+WindowOption = Annotated[
+    int, typer.Option("--window", metavar="N", min=0, max=MAX_TOKENS, help="Latest tokens, likewise.")
+]
 ChunksOption = Annotated[int, typer.Option("--chunks", metavar="N", min=1, help="Pieces of text to read.")]
 ChunkTokensOption = Annotated[int, typer.Option("--chunk-tokens", metavar="N", min=2, help="Tokens of a piece.")]
 ContextOption = Annotated[
     int | None,
     typer.Option(
-        "-c", "--ctx-size", metavar="N", min=0,
+        "-c", "--ctx-size", metavar="N", min=0, max=MAX_TOKENS,
         help="Context you mean to use: pieces are spread over its positions. 0 is what the model was trained for; if "
         "left out, that but at most 4096.",
         show_default=False,

@@ -77,7 +77,7 @@ def plan_for(
 
     sinks, window: in tokens; None takes the recipe's, or 4 and 32, or 0 and 0 where nothing is quantized and where
     llama.cpp is emulated, which has neither.
-    Raises KvError for an unknown name, or for `auto` without a recipe.
+    Raises KvError for an unknown name, for `auto` without a recipe, and where a type cannot store the model's heads.
     """
     check_type(type_k)
     check_type(type_v)
@@ -92,6 +92,10 @@ def plan_for(
         for shape in geometry:
             dim = shape.head_dim_k if which == "k" else shape.head_dim_v
             head = emulated_head(name, dim, which) if name in EMULATED_TYPES else HeadPlan(spec_for(name, dim))
+            try:
+                head.spec.check_head_dim(dim)
+            except ValueError as error:
+                raise KvError(f"{name} cannot store this model: {error}; use f16") from error
             layers.append((head,) * shape.n_head_kv)
         return tuple(layers)
 

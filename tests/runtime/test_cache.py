@@ -317,6 +317,13 @@ def test_full_context_and_numbers_that_do_not_fit_are_errors() -> None:
         cache.attend(0, q[:, :4], bad, v[:, :4], SCALE)
 
 
+def test_a_head_size_that_cannot_be_packed_is_said_to_be_one() -> None:
+    odd = (LayerGeometry(2, 64, 50),)
+    with pytest.raises(KvError, match="kv4 cannot store this model: head size 50 is not a multiple of 8; use f16"):
+        plan_for(odd, "f16", "kv4", recipe=None)
+    assert not plan_for(odd, "f16", "f16", recipe=None).quantizes
+
+
 def test_names_of_cache_types() -> None:
     with pytest.raises(KvError, match=r"format of llama\.cpp"):
         plan_for(GEOMETRY, "q4_0", "f16", recipe=None)

@@ -81,6 +81,10 @@ def test_the_types_in_the_help_are_the_types_there_are() -> None:
         (["generate", "m.gguf"], ["no prompt", "-p", "-f"]),
         (["generate", "m.gguf", "-p", "x", "-f", "y"], ["twice"]),
         (["chat", "m.gguf", "--top-p", "1.5"], ["--top-p"]),
+        (["chat", "m.gguf", "-c", "9" * 20], ["-c"]),
+        (["chat", "m.gguf", "--sinks", "9" * 20], ["--sinks"]),
+        (["chat", "m.gguf", "--window", "9" * 20], ["--window"]),
+        (["chat", "m.gguf", "-t", "9" * 20], ["-t"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and value and value[0] in COMMANDS else None,
 )

@@ -111,6 +111,11 @@ def test_emulated_types_are_stored_as_llama_cpp_stores_them() -> None:
         plan_for([LayerGeometry(1, 80, 80)], "emu-q4_0", "f16", recipe=None)
 
 
+def test_a_head_size_that_cannot_be_packed_is_said_to_be_one() -> None:
+    with pytest.raises(KvError, match="preset quarot cannot store this model: head size 50"):
+        preset_plan("quarot", (LayerGeometry(1, 50, 50),), None)
+
+
 @pytest.mark.parametrize("name", [*NAMES, *EMULATED_TYPES])
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 def test_parallel_and_decode_are_one_in_float64(name: str, arch: str, tiny_model: Callable[..., Path]) -> None:

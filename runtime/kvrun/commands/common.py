@@ -43,6 +43,12 @@ INSTEAD_OF_LLAMA_CPP = {
 }
 """llama.cpp's names mean llama.cpp's formats; what to use here in their place."""
 
+MAX_TOKENS = 2**31 - 1
+"""No context, window or number of sinks is larger than llama.cpp's own counters."""
+
+MAX_THREADS = 512
+"""What ggml takes."""
+
 CACHE = "KV cache"
 SAMPLING = "Sampling"
 MACHINE = "Machine"
@@ -99,14 +105,14 @@ PredictOption = Annotated[
 ContextOption = Annotated[
     int,
     typer.Option(
-        "-c", "--ctx-size", metavar="N", envvar="LLAMA_ARG_CTX_SIZE", min=0, rich_help_panel=CACHE,
-        help="Context in tokens; 0 is what the model was trained for.",
+        "-c", "--ctx-size", metavar="N", envvar="LLAMA_ARG_CTX_SIZE", min=0, max=MAX_TOKENS,
+        rich_help_panel=CACHE, help="Context in tokens; 0 is what the model was trained for.",
     ),
 ]  # fmt: skip
 ThreadsOption = Annotated[
     int | None,
     typer.Option(
-        "-t", "--threads", metavar="N", envvar="LLAMA_ARG_THREADS", rich_help_panel=MACHINE,
+        "-t", "--threads", metavar="N", envvar="LLAMA_ARG_THREADS", max=MAX_THREADS, rich_help_panel=MACHINE,
         help="CPU threads; all physical cores if left out.", show_default=False,
     ),
 ]  # fmt: skip
@@ -144,14 +150,14 @@ NoRecipeOption = Annotated[bool, typer.Option("--no-recipe", rich_help_panel=CAC
 SinksOption = Annotated[
     int | None,
     typer.Option(
-        "--sinks", metavar="N", min=0, rich_help_panel=CACHE,
+        "--sinks", metavar="N", min=0, max=MAX_TOKENS, rich_help_panel=CACHE,
         help="First tokens kept in full precision; if left out: the recipe's, else 4.", show_default=False,
     ),
 ]  # fmt: skip
 WindowOption = Annotated[
     int | None,
     typer.Option(
-        "--window", metavar="N", min=0, rich_help_panel=CACHE,
+        "--window", metavar="N", min=0, max=MAX_TOKENS, rich_help_panel=CACHE,
         help="Latest tokens kept in full precision; if left out: the recipe's, else 32.", show_default=False,
     ),
 ]  # fmt: skip

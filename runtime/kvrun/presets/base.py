@@ -36,7 +36,7 @@ class Preset:
     recipe_command: str = ""
 
     def plan(self, geometry: tuple[LayerGeometry, ...], recipe: Recipe | None) -> CachePlan:
-        """The cache for a model; ValueError where a head cannot be stored this way, KvError without its recipe."""
+        """The cache for a model; KvError where a head cannot be stored this way, and without its recipe."""
         k = tuple((self.k(shape.head_dim_k),) * shape.n_head_kv for shape in geometry)
         v = tuple((self.v(shape.head_dim_v),) * shape.n_head_kv for shape in geometry)
         digest = ""
@@ -48,7 +48,10 @@ class Preset:
                     f"preset {self.name} needs a recipe made by `{self.recipe_command}`, {found}; name it with --recipe"
                 )
             k, v, digest = recipe.k, recipe.v, recipe.digest()
-        return CachePlan(geometry, k, v, self.sinks, self.window, self.name, self.name, digest)
+        try:
+            return CachePlan(geometry, k, v, self.sinks, self.window, self.name, self.name, digest)
+        except ValueError as error:
+            raise KvError(f"preset {self.name} cannot store this model: {error}; use another") from error
 
 
 def head_group(head_dim: int, wanted: int) -> int:
