@@ -7,62 +7,94 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from kvkernels.spec import QuantSpec, default_group
 from kvrun.errors import KvError
 from kvrun.plan import LayerGeometry
 from kvrun.recipe import Provenance, Recipe
+from kvrun.recipe_format import by_layer
 
 from . import __version__
-from .choose import OBJECTIVE, Choice, choose_head
-from .stream import stream
+from .allocate import allocate
+from .choose import Option, options, scored
+from .gather import Chunks, Gathered, SideSamples, gather
+from .objective import OBJECTIVES, Objective
+from .samples import HeadSamples
 from .text import Text, cut, place
 
 if TYPE_CHECKING:
-    from kvrun.gguf_file import GGUFFile
     from kvrun.models import Model
 
 
 DEFAULT_CONTEXT = 4096
+DEFAULT_BITS = 4.5
+#: Widths of codes that the budget is spread over; f16 comes on top.
+WIDTHS = (2, 3, 4, 5, 6, 8)
 
 
 @dataclass(frozen=True)
 class Settings:
     """What the user chose.
 
-    bits_k, bits_v: code widths.  group: values per scale, None for 64 or what divides the head.
+    bits: bits per value of the whole cache, with scales and minima, spread over heads and sides by what they gain.
+    bits_k, bits_v: code widths that every head of a side gets instead; None gives the side its share of `bits`.
+    shared: where one width is fixed, whether `bits` still holds for both sides together, or only for the other one.
+    group: values per scale; None tries 32, 64 and the head, and takes 64 or what divides the head at a fixed width.
     sinks, window, chunk_tokens, n_ctx: tokens.  n_ctx: positions to place chunks over; 0 is what the model was trained
-    for, None is that but at most 4096.
+    for, None is that but at most 4096.  objective: a name of `objective.OBJECTIVES`.
     """
 
-    bits_k: int = 4
-    bits_v: int = 4
+    bits: float = DEFAULT_BITS
+    shared: bool = False
+    bits_k: int | None = None
+    bits_v: int | None = None
     group: int | None = None
     sinks: int = 4
     window: int = 32
-    n_chunks: int = 8
+    n_chunks: int = 16
     chunk_tokens: int = 512
     n_ctx: int | None = None
     seed: int = 0
+    objective: str = "fisher"
 
     def check(self, geometry: Sequence[LayerGeometry]) -> None:
         """Raise KvError where a layer's heads cannot be stored as wanted."""
+        least = n_all = 0.0
         for shape in geometry:
-            self.spec(self.bits_k, shape.head_dim_k)
-            self.spec(self.bits_v, shape.head_dim_v)
+            for side, dim in (("k", shape.head_dim_k), ("v", shape.head_dim_v)):
+                specs = self.specs(side, dim)
+                if self.counts(side):
+                    least += shape.n_head_kv * dim * min(spec.bits_per_value(dim) for spec in specs)
+                    n_all += shape.n_head_kv * dim
+        if n_all and least > self.bits * n_all + 1e-6:
+            why = f"{self.bits:g} bits are less than the narrowest storage takes, {least / n_all:.2f}"
+            raise KvError(f"{why}; give more with --bits")
 
-    def spec(self, bits: int, head_dim: int) -> QuantSpec:
-        """Storage of a head; KvError where it cannot be had."""
+    def counts(self, side: str) -> bool:
+        """Whether the bits of a side are part of the budget."""
+        if self.bits_k is not None and self.bits_v is not None:
+            return False
+        return self.shared or (self.bits_k if side == "k" else self.bits_v) is None
+
+    def specs(self, side: str, head_dim: int) -> list[QuantSpec]:
+        """Storages that a head of a side may get; KvError where one cannot be had."""
+        bits = self.bits_k if side == "k" else self.bits_v
         if bits == 16:
-            return QuantSpec(16)
-        spec = QuantSpec(bits, self.group or default_group(head_dim))
-        try:
-            spec.check_head_dim(head_dim)
-        except ValueError as error:
-            raise KvError(f"{error}; choose another --group") from error
-        return spec
+            return [QuantSpec(16)]
+        if bits is not None:
+            return [_spec(bits, self.group or default_group(head_dim), head_dim)]
+        tried = [self.group] if self.group else [g for g in (32, 64) if head_dim % g == 0] or [head_dim]
+        groups = dict.fromkeys([*tried, *([] if self.group else [head_dim])])
+        return [_spec(width, group, head_dim) for group in groups for width in WIDTHS] + [QuantSpec(16)]
+
+
+def _spec(bits: int, group: int, head_dim: int) -> QuantSpec:
+    spec = QuantSpec(bits, group)
+    try:
+        spec.check_head_dim(head_dim)
+    except ValueError as error:
+        raise KvError(f"{error}; choose another --group") from error
+    return spec
 
 
 @dataclass(frozen=True)
@@ -73,16 +105,6 @@ class Sample:
     tokens: np.ndarray
     positions: np.ndarray
     n_ctx: int
-
-
-def budget_bytes(file: GGUFFile) -> int:
-    """Bytes of the largest layer in float32: what may be kept dequantized while all chunks go through it."""
-    layers: dict[str, int] = {}
-    for name, info in file.tensors.items():
-        if name.startswith("blk."):
-            layer = name.split(".")[1]
-            layers[layer] = layers.get(layer, 0) + 4 * int(np.prod(info.shape))
-    return max(layers.values(), default=0)
 
 
 def draw(
@@ -99,29 +121,55 @@ def draw(
     return Sample(text, tokens, place(len(tokens), settings.chunk_tokens, n_ctx, settings.seed), n_ctx)
 
 
-def calibrate(
+def read(
     model: Model, sample: Sample, settings: Settings, on_progress: Callable[[int], None] | None = None
-) -> Recipe:
-    """Choose a storage for every layer, KV head and side from how the text's keys and values survive it.
+) -> Gathered:
+    """What the model makes of the text; on_progress is called with the number of chunks read.
 
-    Each chunk is a sequence of its own with full-precision causal attention.  Memory: the hidden states, keys and
-    values of all chunks at one layer, and one layer's weights.
-    on_progress: called with the number of layers done.
-    Raises KvError naming layer and head where a key or value is not a number or does not fit float16.
+    Each chunk is a sequence of its own with full-precision causal attention.
+    Raises KvError naming layer and head where a key or value is not a number.
     """
-    config = model.config
-    specs = [
-        (settings.spec(settings.bits_k, shape.head_dim_k), settings.spec(settings.bits_v, shape.head_dim_v))
-        for shape in config.geometry
-    ]
-    k: list[list[Choice]] = []
-    v: list[list[Choice]] = []
-    with torch.inference_mode():
-        for il, record in enumerate(stream(model, torch.from_numpy(sample.tokens), torch.from_numpy(sample.positions))):
-            k.append(choose_layer(il, "k", record.keys[:, :, settings.sinks :], specs[il][0]))
-            v.append(choose_layer(il, "v", record.values[:, :, settings.sinks :], specs[il][1]))
-            if on_progress is not None:
-                on_progress(il + 1)
+    chunks = Chunks(sample.tokens, sample.positions, settings.sinks, settings.window, settings.seed)
+    return gather(model, chunks, on_progress)
+
+
+def calibrate(model: Model, sample: Sample, settings: Settings) -> Recipe:
+    """`read` and `choose_recipe`."""
+    return choose_recipe(model, sample, settings, read(model, sample, settings))
+
+
+def choose_recipe(
+    model: Model,
+    sample: Sample,
+    settings: Settings,
+    gathered: Gathered,
+    on_layer: Callable[[int], None] | None = None,
+) -> Recipe:
+    """The recipe from what was gathered: options for every head, then the bits spread over them.
+
+    on_layer: called with the number of layers that options were found for.
+    Raises KvError naming layer and head where a key or value does not fit float16.
+    """
+    geometry, objective = model.config.geometry, OBJECTIVES[settings.objective]
+    heads: list[tuple[str, HeadSamples]] = []
+    offered: list[list[Option]] = []
+    for il, shape in enumerate(geometry):
+        for side, found, dim in (("k", gathered.k[il], shape.head_dim_k), ("v", gathered.v[il], shape.head_dim_v)):
+            offered += choose_layer(il, side, found, settings.specs(side, dim), objective)
+            heads += [(side, found.head(side, ih)) for ih in range(shape.n_head_kv)]
+        if on_layer is not None:
+            on_layer(il + 1)
+    counted = [i for i, (side, _) in enumerate(heads) if settings.counts(side)]
+    chosen = [min(found, key=lambda option: option.cost) for found in offered]
+    if counted:
+        sizes = [heads[i][1].x.shape[-1] for i in counted]
+        for i, option in zip(counted, allocate([offered[i] for i in counted], sizes, settings.bits), strict=True):
+            chosen[i] = option
+    choices = [scored(head, option, objective) for (_, head), option in zip(heads, chosen, strict=True)]
+    by_side = {
+        side: by_layer([c for (s, _), c in zip(heads, choices, strict=True) if s == side], geometry) for side in "kv"
+    }
+    k, v = by_side["k"], by_side["v"]
     made = Provenance(
         tool_version=f"kvconv {__version__}",
         text_name=sample.text.name,
@@ -130,7 +178,7 @@ def calibrate(
         chunk_tokens=settings.chunk_tokens,
         n_ctx=sample.n_ctx,
         seed=settings.seed,
-        objective=OBJECTIVE,
+        objective=settings.objective,
         k_before=tuple(tuple(c.before for c in layer) for layer in k),
         k_after=tuple(tuple(c.after for c in layer) for layer in k),
         v_before=tuple(tuple(c.before for c in layer) for layer in v),
@@ -139,7 +187,7 @@ def calibrate(
     return Recipe(
         fingerprint=model.file.fingerprint(),
         arch=model.file.arch,
-        geometry=config.geometry,
+        geometry=geometry,
         k=tuple(tuple(c.plan for c in layer) for layer in k),
         v=tuple(tuple(c.plan for c in layer) for layer in v),
         sinks=settings.sinks,
@@ -148,15 +196,15 @@ def calibrate(
     )
 
 
-def choose_layer(il: int, side: str, x: Tensor, spec: QuantSpec) -> list[Choice]:
-    """A choice for every head of one side; x: float32 [n_head_kv, n_chunk, n, head_dim] without the sinks."""
+def choose_layer(
+    il: int, side: str, found: SideSamples, specs: Sequence[QuantSpec], objective: Objective
+) -> list[list[Option]]:
+    """Options for every head of one side."""
     what = "keys" if side == "k" else "values"
-    choices = []
-    for ih, head in enumerate(x):
-        if not bool(torch.isfinite(head).all()):
-            raise KvError(f"{what} of layer {il}, KV head {ih} are not numbers (NaN or Inf): the model is damaged")
+    offered = []
+    for ih in range(len(found.x)):
         try:
-            choices.append(choose_head(head, spec, side))
+            offered.append(options(found.head(side, ih), specs, objective))
         except KvError as error:
             raise KvError(f"{what} of layer {il}, KV head {ih}: {error}") from error
-    return choices
+    return offered

@@ -17,22 +17,33 @@ COLUMNS = (
     Column("layer"),
     Column("k_choice", "keys"),
     Column("k_bits", "bits", ".2f"),
-    Column("k_before", "error % before", ".2f"),
-    Column("k_after", "after", ".2f"),
+    Column("k_before", "cost before", ".3g"),
+    Column("k_after", "after", ".3g"),
     Column("v_choice", "values"),
     Column("v_bits", "bits", ".2f"),
-    Column("v_before", "error % before", ".2f"),
-    Column("v_after", "after", ".2f"),
+    Column("v_before", "cost before", ".3g"),
+    Column("v_after", "after", ".3g"),
 )
 
-ERROR_NOTE = (
-    "bits: per value, with scales and minima. error: root mean square of what quantizing changes, in % of the root "
-    "mean square deviation from each channel's mean; before is the head as it comes, after is as chosen."
-)
+#: What the columns of cost count, by objective.
+UNITS = {
+    "roundtrip": "root mean square of what quantizing changes, in % of the deviation from each channel's mean",
+    "query": "root mean square error of a score (keys, in 1/100) or of the attention output (values, in %)",
+    "fisher": "expected divergence from the f16 cache in 1/1000 nats per token, summed over heads",
+}
+
+
+def note_for(recipe: Recipe) -> str:
+    """The line under the table that says what it counts."""
+    unit = UNITS.get(recipe.provenance.objective, f"by the objective {recipe.provenance.objective}")
+    return (
+        f"bits: per value, with scales and minima. cost: {unit}; before is with every head as it comes, after is as "
+        "chosen."
+    )
 
 
 def layer_rows(recipe: Recipe) -> list[dict[str, Any]]:
-    """One row per layer: what the heads of each side got, bits per value, errors in percent (see `ERROR_NOTE`)."""
+    """One row per layer: what the heads of each side got, bits per value, costs in the unit of `note_for`."""
     made, rows = recipe.provenance, []
     for il, shape in enumerate(recipe.geometry):
         row: dict[str, Any] = {"layer": il}
@@ -43,8 +54,8 @@ def layer_rows(recipe: Recipe) -> list[dict[str, Any]]:
             dim = shape.head_dim_k if side == "k" else shape.head_dim_v
             row[f"{side}_choice"] = summarize(heads)
             row[f"{side}_bits"] = mean([head.spec.bits_per_value(dim) for head in heads])
-            row[f"{side}_before"] = percent(before)
-            row[f"{side}_after"] = percent(after)
+            row[f"{side}_before"] = cost_of(before, made.objective)
+            row[f"{side}_after"] = cost_of(after, made.objective)
         rows.append(row)
     return rows
 
@@ -57,9 +68,9 @@ def summarize(heads: Sequence[HeadPlan]) -> str:
     return ", ".join(f"{n} x {name}" for name, n in counts)
 
 
-def percent(scores: Sequence[float]) -> float:
-    """Squared relative errors of some heads as one root mean square, in percent."""
-    return 100.0 * math.sqrt(mean(scores))
+def cost_of(scores: Sequence[float], objective: str) -> float:
+    """Scores of some heads as one number in the unit of `note_for`: a sum for fisher, else a root mean square."""
+    return 1000.0 * sum(scores) if objective == "fisher" else 100.0 * math.sqrt(mean(scores))
 
 
 def mean(values: Sequence[float]) -> float:
@@ -67,13 +78,16 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def total_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The whole cache in one row under the table: bits averaged, errors as root mean square over layers."""
-    total: dict[str, Any] = {"layer": "all"}
-    for side in "kv":
-        total[f"{side}_bits"] = mean([row[f"{side}_bits"] for row in rows])
+def total_row(recipe: Recipe) -> dict[str, Any]:
+    """The whole cache in one row under the table: bits averaged, costs of all heads as one."""
+    made, total = recipe.provenance, dict[str, Any](layer="all")
+    for side, heads in (("k", recipe.k), ("v", recipe.v)):
+        dims = [g.head_dim_k if side == "k" else g.head_dim_v for g in recipe.geometry]
+        bits = [head.spec.bits_per_value(dim) for layer, dim in zip(heads, dims, strict=True) for head in layer]
+        total[f"{side}_bits"] = mean(bits)
         for when in ("before", "after"):
-            total[f"{side}_{when}"] = math.sqrt(mean([row[f"{side}_{when}"] ** 2 for row in rows]))
+            scores = [score for layer in getattr(made, f"{side}_{when}") for score in layer]
+            total[f"{side}_{when}"] = cost_of(scores, made.objective)
     return total
 
 

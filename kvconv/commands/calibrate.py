@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from enum import Enum
 from typing import Annotated
 
 import typer
@@ -12,6 +13,14 @@ from kvrun.console import UsageError, note, printable, progress
 from kvrun.errors import KvError
 
 WIDTHS = (2, 3, 4, 5, 6, 8, 16)
+
+
+class ObjectiveName(str, Enum):
+    """What an error is counted by; the same names as `kvconv.objective.OBJECTIVES`."""
+
+    roundtrip = "roundtrip"
+    query = "query"
+    fisher = "fisher"
 
 
 def _width(bits: int | None) -> int | None:
@@ -43,21 +52,31 @@ SidecarOption = Annotated[
 ]
 ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite the output if it exists.")]
 BitsOption = Annotated[
-    int, typer.Option("--bits", metavar="N", callback=_width, help="Bits of a code, 2 to 6, 8, or 16 for plain f16.")
-]
+    float | None,
+    typer.Option(
+        "--bits", metavar="X", min=2, max=16,
+        help="Bits per value of the whole cache, with scales and minima, such as 3.2: spread over layers, heads, keys "
+        "and values by what they gain. If left out: 4.5.",
+        show_default=False,
+    ),
+]  # fmt: skip
 KBitsOption = Annotated[
     int | None,
-    typer.Option("--k-bits", metavar="N", callback=_width, help="The same for keys alone.", show_default=False),
-]
+    typer.Option(
+        "--k-bits", metavar="N", callback=_width,
+        help="Bits of a code for all keys instead, 2 to 6, 8, or 16 for plain f16.", show_default=False,
+    ),
+]  # fmt: skip
 VBitsOption = Annotated[
     int | None,
-    typer.Option("--v-bits", metavar="N", callback=_width, help="The same for values alone.", show_default=False),
+    typer.Option("--v-bits", metavar="N", callback=_width, help="The same for all values.", show_default=False),
 ]
 GroupOption = Annotated[
     int | None,
     typer.Option(
         "--group", metavar="N", min=1, max=65535,
-        help="Channels that share a scale. If left out: 64, or what divides the head.", show_default=False,
+        help="Channels that share a scale. If left out: what pays, or 64 with --k-bits and --v-bits.",
+        show_default=False,
     ),
 ]  # fmt: skip
 SinksOption = Annotated[
@@ -78,7 +97,18 @@ ContextOption = Annotated[
     ),
 ]  # fmt: skip
 SeedOption = Annotated[
-    int, typer.Option("-s", "--seed", metavar="N", min=0, max=2**64 - 1, help="Seed of the positions of the pieces.")
+    int,
+    typer.Option(
+        "-s", "--seed", metavar="N", min=0, max=2**64 - 1, help="Seed of the positions of the pieces and of labels."
+    ),
+]
+ObjectiveOption = Annotated[
+    ObjectiveName,
+    typer.Option(
+        "--objective",
+        help="What is made small: plain error, error as queries and the output projection see it, or the divergence "
+        "from the f16 cache that the error is expected to cause.",
+    ),
 ]
 
 
@@ -89,16 +119,17 @@ def calibrate(
     out: OutOption = None,
     sidecar: SidecarOption = False,
     force: ForceOption = False,
-    bits: BitsOption = 4,
+    bits: BitsOption = None,
     k_bits: KBitsOption = None,
     v_bits: VBitsOption = None,
     group: GroupOption = None,
     sinks: SinksOption = 4,
     window: WindowOption = 32,
-    chunks: ChunksOption = 8,
+    chunks: ChunksOption = 16,
     chunk_tokens: ChunkTokensOption = 512,
     ctx_size: ContextOption = None,
     seed: SeedOption = 0,
+    objective: ObjectiveOption = ObjectiveName.fisher,
     threads: ThreadsOption = None,
 ) -> None:
     """Find how each head of a model's KV cache is best quantized, and store that as a recipe.
@@ -115,8 +146,8 @@ def calibrate(
     set_threads(threads)
 
     from kvconv import report
-    from kvconv.calibrate import Settings, budget_bytes, draw
-    from kvconv.calibrate import calibrate as run
+    from kvconv.calibrate import DEFAULT_BITS, Settings, choose_recipe, draw, read
+    from kvconv.gather import budget_bytes
     from kvconv.output import check_output, output_path, write
     from kvconv.text import read_text
     from kvrun.gguf_file import GGUFFile
@@ -134,8 +165,10 @@ def calibrate(
         raise KvError(f"{path} is a recipe alone; give the model that it belongs to")
     loaded = load_model(path, budget_bytes=budget_bytes(file))
     settings = Settings(
-        bits_k=k_bits or bits,
-        bits_v=v_bits or bits,
+        bits=DEFAULT_BITS if bits is None else bits,
+        shared=bits is not None,
+        bits_k=k_bits,
+        bits_v=v_bits,
         group=group,
         sinks=sinks,
         window=window,
@@ -143,6 +176,7 @@ def calibrate(
         chunk_tokens=chunk_tokens,
         n_ctx=ctx_size,
         seed=seed,
+        objective=objective.value,
     )
     settings.check(loaded.config.geometry)
     text = read_text(files or [])
@@ -156,12 +190,14 @@ def calibrate(
         note(f"note: the text is short, {pieces} instead of {chunks}", style="yellow")
     if ctx_size is not None and ctx_size > loaded.config.n_ctx_train > 0:
         note(f"note: the model was trained for {loaded.config.n_ctx_train} tokens, not {ctx_size}", style="yellow")
-    with progress("calibrating", n_layer, unit="layers") as advance:
-        recipe = run(loaded, sample, settings, on_progress=advance)
+    with progress("reading", n_found, unit="pieces") as advance:
+        gathered = read(loaded, sample, settings, advance)
+    with progress("choosing", n_layer, unit="layers") as advance:
+        recipe = choose_recipe(loaded, sample, settings, gathered, advance)
     with progress("writing") as advance:
         write(recipe, loaded.file, target, sidecar=sidecar, force=force, on_progress=advance)
     rows = report.layer_rows(recipe)
-    typer.echo(markdown([*rows, report.total_row(rows)], report.COLUMNS))
-    typer.echo(report.ERROR_NOTE)
+    typer.echo(markdown([*rows, report.total_row(recipe)], report.COLUMNS))
+    typer.echo(report.note_for(recipe))
     size = f"{report.bits_per_value(recipe):.2f} bits per packed value"
     typer.echo(f"\nwrote {printable(str(target))}: recipe {recipe.digest()}, {size}")

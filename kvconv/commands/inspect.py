@@ -45,4 +45,6 @@ def inspect(
         return
     rows = report.layer_rows(recipe)
     lines = [printable(line) for line in report.header_lines(recipe)]
-    typer.echo("\n".join([*lines, "", markdown([*rows, report.total_row(rows)], report.COLUMNS), report.ERROR_NOTE]))
+    typer.echo(
+        "\n".join([*lines, "", markdown([*rows, report.total_row(recipe)], report.COLUMNS), report.note_for(recipe)])
+    )

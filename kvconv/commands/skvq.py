@@ -56,7 +56,8 @@ def skvq(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     set_threads(threads)
 
-    from kvconv.calibrate import Settings, budget_bytes, draw
+    from kvconv.calibrate import Settings, draw
+    from kvconv.gather import budget_bytes
     from kvconv.output import check_output, output_path, write
     from kvconv.skvq import SINKS, calibrate_skvq
     from kvconv.text import read_text

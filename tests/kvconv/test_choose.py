@@ -10,6 +10,8 @@ from kvconv.calibrate import choose_layer
 from kvconv.candidates import Candidate, candidates
 from kvconv.choose import MARGIN, choose_head, round_trip_error
 from kvconv.collect import ChannelStatistics
+from kvconv.gather import SideSamples
+from kvconv.objective import OBJECTIVES
 from kvkernels.quantize import dequantize, quantize
 from kvkernels.spec import QuantSpec
 from kvrun.errors import KvError
@@ -101,19 +103,6 @@ def test_the_margin_decides() -> None:
     assert choose_head(x, G32, "v", pool=pool, margin=gain - 0.01).plan.transform.name == "order"
 
 
-def test_sinks_have_no_say() -> None:
-    layer = noise(2, 3, 200, 64)
-    layer[:, :, :, ::2] *= 30.0
-    without = choose_layer(0, "k", layer[:, :, 4:], G32)
-    layer[:, :, :4] = 3000.0 * noise(2, 3, 4, 64, seed=9)
-    with_outliers = choose_layer(0, "k", layer[:, :, 4:], G32)
-    for a, b in zip(without, with_outliers, strict=True):
-        assert (a.plan.transform.name, a.before, a.after) == (b.plan.transform.name, b.before, b.after)
-        np.testing.assert_array_equal(a.plan.transform.order, b.plan.transform.order)
-    seen = choose_layer(0, "k", layer, G32)
-    assert any(a.before != b.before for a, b in zip(seen, without, strict=True))  # the outliers would have had one
-
-
 @pytest.mark.parametrize("axis", ["token", "channel"])
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("dim", [40, 64, 96])
@@ -154,14 +143,13 @@ def test_nothing_is_transformed_where_nothing_is_quantized() -> None:
     assert choice.plan.transform.is_identity and (choice.before, choice.after) == (0.0, 0.0)
 
 
-def test_what_is_no_number_is_named_by_layer_and_head() -> None:
-    x = noise(3, 2, 40, 64)
-    x[1, 0, 7, 3] = float("nan")
-    with pytest.raises(KvError, match="keys of layer 5, KV head 1"):
-        choose_layer(5, "k", x, G32)
+def test_what_fits_no_f16_is_named_by_layer_and_head() -> None:
+    found = SideSamples(3, 1, 40, 64)
+    x = noise(3, 1, 40, 64)
     x[1, 0, 7, 3] = 1e6
+    found.add(slice(0, 1), [0], x, noise(3, 1, 40, 64), None, np.stack([np.eye(64)] * 3))
     with pytest.raises(KvError, match="values of layer 2, KV head 1: a value exceeds 65504"):
-        choose_layer(2, "v", x, G32)
+        choose_layer(2, "v", found, [QuantSpec(16)], OBJECTIVES["roundtrip"])
 
 
 def test_a_key_too_large_for_f16_is_saved_by_its_offset() -> None:
@@ -169,7 +157,7 @@ def test_a_key_too_large_for_f16_is_saved_by_its_offset() -> None:
     x[:, :, 0] += 1e5
     choice = choose_head(x, QuantSpec(4, 64), "k")
     assert choice.plan.transform.offset is not None
-    assert choice.before == 1.0 and choice.after < 0.1
+    assert choice.before == pytest.approx(1.0) and choice.after < 0.1
 
 
 def test_statistics_merge() -> None:
