@@ -35,7 +35,8 @@ UNITS = {
 
 def note_for(recipe: Recipe) -> str:
     """The line under the table that says what it counts."""
-    unit = UNITS.get(recipe.provenance.objective, f"by the objective {recipe.provenance.objective}")
+    made = recipe.provenance.objective
+    unit = UNITS.get("roundtrip" if made.startswith("skvq") else made, f"by the objective {made}")
     return (
         f"bits: per value, with scales and minima. cost: {unit}; before is with every head as it comes, after is as "
         "chosen."

@@ -137,13 +137,24 @@ def test_singular_moments_still_give_a_transform_that_can_be_undone() -> None:
 def test_fisher_counts_half_the_mean_square_of_gradient_times_error() -> None:
     x, gradient = noise(2, 50, 32), noise(2, 50, 32, seed=1)
     samples = HeadSamples("v", x, ChannelStatistics.of(x, gradient=gradient), gradient)
-    spec = QuantSpec(3, 32)
     trial = Trial(samples, HeadTransform(hadamard=32), OBJECTIVES["fisher"])
     plain = Trial(samples, HeadTransform(), OBJECTIVES["fisher"])
-    assert trial.meter(trial.stored.exact) == pytest.approx(
-        0.5 * float((gradient * x).sum(-1).square().mean()), rel=1e-4
-    )
-    assert trial.cost(spec) > 0 and plain.cost(QuantSpec(8, 32)) < 0.01 * plain.cost(QuantSpec(3, 32))
+    error = noise(2, 50, 32, seed=2)
+    error -= x * ((error * x).sum() / (x * x).sum())  # no shrinking in it
+    half = 0.5 * float((gradient * error).sum(-1).square().mean())
+    assert plain.meter(error) == pytest.approx(half, rel=1e-4)
+    assert trial.cost(QuantSpec(3, 32)) > 0 and plain.cost(QuantSpec(8, 32)) < 0.01 * plain.cost(QuantSpec(3, 32))
+
+
+def test_fisher_counts_shrinking_of_all_tokens_together() -> None:
+    """Gradients along the values: ten tokens shrunk together cost ten times what ten independent errors cost."""
+    x = noise(3, 10, 32)
+    gradient = x.clone()
+    samples = HeadSamples("v", x, ChannelStatistics.of(x, gradient=gradient), gradient)
+    plain = Trial(samples, HeadTransform(), OBJECTIVES["fisher"])
+    alike = plain.meter(0.1 * x)
+    signs = torch.where(torch.arange(10) % 2 == 0, 0.1, -0.1)[:, None]
+    assert alike == pytest.approx(11 * plain.meter(signs * x), rel=0.1)
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
