@@ -13,13 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from kvconv.calibrate import Settings, draw
 from kvconv.calibrate import calibrate as calibrate_model
 from kvconv.cli import app
 from kvconv.gather import budget_bytes
-from kvconv.gradients import LayerRecord, records
 from kvconv.text import language_reference
 from kvrun.console import exit_status
 from kvrun.gguf_file import GGUFFile
@@ -168,36 +166,6 @@ def test_the_same_seed_gives_the_same_recipe(tiny: Path) -> None:
     assert Path("a.gguf").read_bytes() == Path("b.gguf").read_bytes()
     a, c = (Recipe.from_metadata(GGUFFile(Path(f"{name}.gguf"))) for name in "ac")
     assert a.provenance.k_before != c.provenance.k_before  # other positions
-
-
-def recorded(model: object, tokens: torch.Tensor, positions: torch.Tensor, window: int = 8) -> list[LayerRecord]:
-    seeds = list(range(len(tokens)))
-    return list(records(model, tokens, positions, sinks=2, window=window, seeds=seeds))[::-1]  # type: ignore[arg-type]
-
-
-def test_chunks_are_sequences_of_their_own(tiny: Path) -> None:
-    model = load_model(tiny, budget_bytes=0)
-    tokens = torch.arange(3, 3 + 2 * 40).view(2, 40)
-    positions = torch.stack([torch.arange(40), torch.arange(1000, 1040)])
-    together = recorded(model, tokens, positions)
-    alone = recorded(model, tokens[:1], positions[:1])
-    elsewhere = recorded(model, tokens[:1], positions[1:])
-    for both, one, moved in zip(together, alone, elsewhere, strict=True):
-        for name in ("k", "v", "grad_k", "grad_v"):
-            torch.testing.assert_close(getattr(both, name)[:, :1], getattr(one, name), rtol=1e-3, atol=1e-5)
-        assert not torch.allclose(one.k, moved.k)  # keys turn with the position
-        torch.testing.assert_close(one.v, moved.v, rtol=1e-3, atol=1e-3)  # what attention gives does not
-
-
-def test_only_one_layer_is_expanded_at_a_time(tiny: Path) -> None:
-    budget = budget_bytes(GGUFFile(tiny))
-    model = load_model(tiny, budget_bytes=budget)
-    tokens, kept = torch.arange(3, 43).view(1, 40), []
-    for _ in records(model, tokens, torch.arange(40).view(1, 40), sinks=0, window=0, seeds=[0]):
-        kept.append(model.weights.kept_bytes)
-    assert len(kept) == 3 and max(kept) <= budget
-    total = sum(int(np.prod(info.shape)) * 4 for info in model.file.tensors.values())
-    assert 0 < budget < total / 2
 
 
 # Refusals
