@@ -17,7 +17,7 @@ from kvrun.recipe_format import by_layer
 from . import __version__
 from .allocate import allocate
 from .choose import Option, options, scored
-from .gather import Chunks, Gathered, SideSamples, gather
+from .gather import Chunks, Gathered, SideSamples, gather, gather_plain
 from .objective import OBJECTIVES, Objective
 from .samples import HeadSamples
 from .text import Text, cut, place
@@ -51,7 +51,7 @@ class Settings:
     group: int | None = None
     sinks: int = 4
     window: int = 32
-    n_chunks: int = 16
+    n_chunks: int = 8
     chunk_tokens: int = 512
     n_ctx: int | None = None
     seed: int = 0
@@ -130,7 +130,7 @@ def read(
     Raises KvError naming layer and head where a key or value is not a number.
     """
     chunks = Chunks(sample.tokens, sample.positions, settings.sinks, settings.window, settings.seed)
-    return gather(model, chunks, on_progress)
+    return (gather if OBJECTIVES[settings.objective].weighs else gather_plain)(model, chunks, on_progress)
 
 
 def calibrate(model: Model, sample: Sample, settings: Settings) -> Recipe:

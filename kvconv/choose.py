@@ -181,7 +181,7 @@ def options(
     if samples.statistics.deviation == 0:
         return [Option(HeadPlan(spec), spec.bits_per_value(dim), 0.0) for spec in specs]
     pool = candidates() if pool is None else pool
-    part = samples.thinned(PROBE_TOKENS)
+    part = samples.thinned(PROBE_TOKENS) if objective.weighs else samples.unweighed()
     found: dict[bytes, HeadTransform] = {}
     for narrow, middling in probes(specs):
         offered = list(offers(samples, narrow, pool))
@@ -195,7 +195,8 @@ def options(
             cost = Trial(samples, HeadTransform(), objective).cost(spec)
             result.append(Option(HeadPlan(spec), spec.bits_per_value(dim), cost))
             continue
-        clip, cost, trial = min(((*trial.clipped(spec), trial) for trial in trials), key=lambda tried: tried[1])
+        counted = ((*(t.clipped(spec) if objective.weighs else (1.0, t.cost(spec))), t) for t in trials)
+        clip, cost, trial = min(counted, key=lambda tried: tried[1])
         result.append(Option(HeadPlan(spec, trial.transform, clip), spec.bits_per_value(dim), cost))
     fitting = [option for option in result if np.isfinite(option.cost)]
     if not fitting:

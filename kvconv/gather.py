@@ -10,9 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvrun.errors import KvError
+
 from .collect import ChannelStatistics
 from .gradients import LayerRecord, records
 from .samples import HeadSamples
+from .stream import stream
 
 if TYPE_CHECKING:
     from kvrun.gguf_file import GGUFFile
@@ -61,7 +64,7 @@ class SideSamples:
 
     def __init__(self, n_head: int, n_chunk: int, n_kept: int, head_dim: int) -> None:
         self.x = torch.empty(n_head, n_chunk, n_kept, head_dim)
-        self.gradient = torch.empty(n_head, n_chunk, n_kept, head_dim, dtype=torch.bfloat16)
+        self.gradient: Tensor | None = torch.empty(n_head, n_chunk, n_kept, head_dim, dtype=torch.bfloat16)
         self.statistics: list[ChannelStatistics] = []
 
     def add(
@@ -71,6 +74,7 @@ class SideSamples:
         n_kept = self.x.shape[2]
         for at, (index, start) in enumerate(zip(range(rows.start, rows.stop), starts, strict=True)):
             self.x[:, index] = x[:, at, start : start + n_kept]
+            assert self.gradient is not None
             self.gradient[:, index] = gradient[:, at, start : start + n_kept].to(torch.bfloat16)
         new = [
             ChannelStatistics.of(
@@ -84,9 +88,16 @@ class SideSamples:
         known = self.statistics
         self.statistics = [a.merge(b) for a, b in zip(known, new, strict=True)] if known else new
 
+    @classmethod
+    def plain(cls, x: Tensor) -> SideSamples:
+        """Keys or values alone, all of them: float32 [n_head_kv, n_chunk, n, head_dim]."""
+        side = cls.__new__(cls)
+        side.x, side.gradient, side.statistics = x, None, [ChannelStatistics.of(head) for head in x]
+        return side
+
     def head(self, side: str, ih: int) -> HeadSamples:
         """One head's part."""
-        return HeadSamples(side, self.x[ih], self.statistics[ih], self.gradient[ih])
+        return HeadSamples(side, self.x[ih], self.statistics[ih], None if self.gradient is None else self.gradient[ih])
 
 
 class Gathered:
@@ -134,6 +145,26 @@ def gather(model: Model, chunks: Chunks, on_progress: Callable[[int], None] | No
             gathered.add(record, rows, starts, outputs[record.il])
         if on_progress is not None:
             on_progress(rows.stop)
+    return gathered
+
+
+def gather_plain(model: Model, chunks: Chunks, on_progress: Callable[[int], None] | None = None) -> Gathered:
+    """Keys and values without gradients, one layer after the other; on_progress as in `gather`.
+
+    Raises KvError naming layer and head where one is not a number.
+    """
+    gathered = Gathered(model.config.geometry, len(chunks.tokens), 0)
+    tokens, positions = torch.from_numpy(chunks.tokens), torch.from_numpy(chunks.positions)
+    with torch.inference_mode():
+        for il, record in enumerate(stream(model, tokens, positions)):
+            for what, sides, x in (("keys", gathered.k, record.keys), ("values", gathered.v, record.values)):
+                for ih, head in enumerate(x):
+                    if not bool(torch.isfinite(head).all()):
+                        why = f"{what} of layer {il}, KV head {ih} are not numbers (NaN or Inf)"
+                        raise KvError(f"{why}: the model is damaged")
+                sides[il] = SideSamples.plain(x[:, :, chunks.sinks :])
+            if on_progress is not None:
+                on_progress((il + 1) * len(tokens) // model.config.n_layer)
     return gathered
 
 

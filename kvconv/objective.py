@@ -18,10 +18,16 @@ Meter = Callable[[Tensor], float]
 
 
 class Objective(ABC):
-    """A way to count errors.  name: of `--objective`.  needs_gradients: whether samples must have them."""
+    """A way to count errors.
+
+    name: of `--objective`.  needs_gradients: whether samples must have them.  weighs: whether it knows that channels
+    matter differently; without that, transforms made of such knowledge and clips are not tried (plain error chooses
+    clips that are too tight).
+    """
 
     name: ClassVar[str]
     needs_gradients: ClassVar[bool] = False
+    weighs: ClassVar[bool] = True
 
     @abstractmethod
     def meter(self, samples: HeadSamples, stored: Stored) -> Meter:
@@ -41,6 +47,7 @@ class Roundtrip(Objective):
     """Squared error over squared deviation from the channel means: every channel counts the same."""
 
     name = "roundtrip"
+    weighs = False
 
     def meter(self, samples: HeadSamples, stored: Stored) -> Meter:
         statistics = samples.statistics

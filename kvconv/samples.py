@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ class HeadSamples:
     def of(cls, x: Tensor, side: str) -> HeadSamples:
         """Samples alone, as plain error needs them."""
         return cls(side, x, ChannelStatistics.of(x))
+
+    def unweighed(self) -> HeadSamples:
+        """The same without what is known of the weight of errors."""
+        return replace(self, statistics=replace(self.statistics, query=None, fisher=None, output=None))
 
     def thinned(self, n_token: int) -> HeadSamples:
         """About `n_token` of the tokens, from all chunks, in runs that keep groups of 64 neighbours together."""

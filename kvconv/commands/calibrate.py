@@ -56,7 +56,7 @@ BitsOption = Annotated[
     typer.Option(
         "--bits", metavar="X", min=2, max=16,
         help="Bits per value of the whole cache, with scales and minima, such as 3.2: spread over layers, heads, keys "
-        "and values by what they gain. If left out: 4.5.",
+        "and values by what they gain. If left out, every head gets codes of 4 bits.",
         show_default=False,
     ),
 ]  # fmt: skip
@@ -103,11 +103,12 @@ SeedOption = Annotated[
     ),
 ]
 ObjectiveOption = Annotated[
-    ObjectiveName,
+    ObjectiveName | None,
     typer.Option(
         "--objective",
+        show_default=False,
         help="What is made small: plain error, error as queries and the output projection see it, or the divergence "
-        "from the f16 cache that the error is expected to cause.",
+        "from the f16 cache that the error is expected to cause. If left out: fisher with --bits, else roundtrip.",
     ),
 ]
 
@@ -125,11 +126,11 @@ def calibrate(
     group: GroupOption = None,
     sinks: SinksOption = 4,
     window: WindowOption = 32,
-    chunks: ChunksOption = 16,
+    chunks: ChunksOption = 8,
     chunk_tokens: ChunkTokensOption = 512,
     ctx_size: ContextOption = None,
     seed: SeedOption = 0,
-    objective: ObjectiveOption = ObjectiveName.fisher,
+    objective: ObjectiveOption = None,
     threads: ThreadsOption = None,
 ) -> None:
     """Find how each head of a model's KV cache is best quantized, and store that as a recipe.
@@ -167,8 +168,8 @@ def calibrate(
     settings = Settings(
         bits=DEFAULT_BITS if bits is None else bits,
         shared=bits is not None,
-        bits_k=k_bits,
-        bits_v=v_bits,
+        bits_k=k_bits or (4 if bits is None else None),
+        bits_v=v_bits or (4 if bits is None else None),
         group=group,
         sinks=sinks,
         window=window,
@@ -176,7 +177,7 @@ def calibrate(
         chunk_tokens=chunk_tokens,
         n_ctx=ctx_size,
         seed=seed,
-        objective=objective.value,
+        objective=(objective or (ObjectiveName.roundtrip if bits is None else ObjectiveName.fisher)).value,
     )
     settings.check(loaded.config.geometry)
     text = read_text(files or [])
