@@ -162,6 +162,9 @@ def gather_plain(model: Model, chunks: Chunks, on_progress: Callable[[int], None
                     if not bool(torch.isfinite(head).all()):
                         why = f"{what} of layer {il}, KV head {ih} are not numbers (NaN or Inf)"
                         raise KvError(f"{why}: the model is damaged")
+                    if not bool(torch.isfinite(head.square().sum(-1)).all()):
+                        why = f"{what} of layer {il}, KV head {ih} are so large"
+                        raise KvError(f"{why} that attention over them is no number; the model is damaged")
                 sides[il] = SideSamples.plain(x[:, :, chunks.sinks :])
             if on_progress is not None:
                 on_progress((il + 1) * len(tokens) // model.config.n_layer)
