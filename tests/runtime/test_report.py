@@ -172,6 +172,7 @@ def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
         '{"format": "other"}',
         json.dumps(diagnosis(parts=[{"layer": 0}])),
         json.dumps(diagnosis(findings=1)),
+        json.dumps(diagnosis(parts=[diagnosis()["parts"][0] | {"layer": 10**12}])),
     ],
 )
 def test_a_file_that_is_no_diagnosis(content: str, tmp_path: Path) -> None:
