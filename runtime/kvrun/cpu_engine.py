@@ -98,6 +98,10 @@ class CpuEngine(Engine):
         """Raise KvError where a plan holds what the compiled attention cannot read."""
         if plan.rotates:
             raise KvError("the CPU engine does not read keys with a rotating offset; use --engine reference")
+        specs = (head.spec for layer in (*plan.k, *plan.v) for head in layer)
+        other = next((spec.code for spec in specs if spec.code != "uniform"), None)
+        if other is not None:
+            raise KvError(f"the CPU engine has no {other} blocks; use --engine reference")
 
     def new_cache(self, plan: CachePlan, n_ctx: int) -> CpuKVCache:
         """An empty cache for `n_ctx` tokens; KvError as `check_plan`."""

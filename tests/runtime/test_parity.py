@@ -19,6 +19,7 @@ import torch
 
 from kvrun import llamacpp
 from kvrun.cache_types import plan_for
+from kvrun.cpu_engine import CpuEngine
 from kvrun.engine import Engine
 from kvrun.evaluation.metrics import Summary, TokenScores, log_softmax
 from kvrun.gguf_file import GGUFFile
@@ -46,9 +47,9 @@ def tokens_of(path: Path, n: int) -> list[int]:
     return tokens
 
 
-def through_the_cache(path: Path, tokens: Sequence[int]) -> np.ndarray:
+def through_the_cache(path: Path, tokens: Sequence[int], kind: type[Engine] = Engine) -> np.ndarray:
     """kvrun's logits by way of its f16 cache, [n, n_vocab]."""
-    engine = Engine(load_model(path))
+    engine = kind(load_model(path))
     cache = engine.new_cache(plan_for(engine.model.config.geometry, "f16", "f16", recipe=None), len(tokens))
     return torch.cat([logits for _, logits in engine.stream(tokens, cache, n_ubatch=128)]).numpy()
 
@@ -78,8 +79,10 @@ def test_tiny_models_agree_in_log_probability(tiny: Path, tmp_path: Path) -> Non
 
 def test_tiny_models_agree_through_the_f16_cache(tiny: Path, tmp_path: Path) -> None:
     tokens = tokens_of(tiny, 300)
-    found = divergence(through_the_cache(tiny, tokens), llamacpp.logits(tiny, tokens, tmp_path / "l.npy"), tokens)
-    assert found.kld_mean is not None and found.kld_mean <= 1e-5, found
+    theirs = llamacpp.logits(tiny, tokens, tmp_path / "l.npy")
+    for kind in (Engine, CpuEngine):
+        found = divergence(through_the_cache(tiny, tokens, kind), theirs, tokens)
+        assert found.kld_mean is not None and found.kld_mean <= 1e-5, (kind.name, found)
 
 
 def test_added_metadata_changes_nothing_in_llama_cpp(tmp_path: Path) -> None:
@@ -124,9 +127,10 @@ def test_smollm2_in_f32_agrees_in_log_probability(smollm2_f32: Path, tmp_path: P
 def test_smollm2_in_f32_agrees_through_the_f16_cache(smollm2_f32: Path, tmp_path: Path) -> None:
     tokens = tokens_of(smollm2_f32, 512)
     theirs = llamacpp.logits(smollm2_f32, tokens, tmp_path / "l.npy")
-    found = divergence(through_the_cache(smollm2_f32, tokens), theirs, tokens)
-    assert found.kld_mean is not None and found.same_top is not None
-    assert found.kld_mean <= 1e-5 and found.same_top >= 0.995, found
+    for kind in (Engine, CpuEngine):
+        found = divergence(through_the_cache(smollm2_f32, tokens, kind), theirs, tokens)
+        assert found.kld_mean is not None and found.same_top is not None
+        assert found.kld_mean <= 1e-5 and found.same_top >= 0.995, (kind.name, found)
 
 
 def quantized_models() -> list[str]:
@@ -139,6 +143,8 @@ def quantized_models() -> list[str]:
 def test_quantized_weights_stay_near(request: pytest.FixtureRequest, tmp_path: Path, which: str) -> None:
     path = request.getfixturevalue("smollm2") if which == "smollm2" else Path(which)
     tokens = tokens_of(path, 512)
-    found = divergence(through_the_cache(path, tokens), llamacpp.logits(path, tokens, tmp_path / "l.npy"), tokens)
-    assert found.kld_mean is not None and found.same_top is not None
-    assert found.kld_mean <= 5e-3 and found.same_top >= 0.94, found
+    theirs = llamacpp.logits(path, tokens, tmp_path / "l.npy")
+    for kind in (Engine, CpuEngine):
+        found = divergence(through_the_cache(path, tokens, kind), theirs, tokens)
+        assert found.kld_mean is not None and found.same_top is not None
+        assert found.kld_mean <= 5e-3 and found.same_top >= 0.94, (kind.name, found)

@@ -132,8 +132,8 @@ class PagedSide:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes allocated: codes, scales, minima, sinks and window (once: its double is working memory)."""
-        return self.store.n_bytes + 2 * (self.sink_part.numel() + self.recent.numel())
+        """Bytes allocated: codes, scales, minima in whole pages, sinks, and both copies of the window."""
+        return self.store.n_bytes + 2 * (self.sink_part.numel() + sum(part.numel() for part in self._recents))
 
     def packed_end(self, n: int) -> int:
         """Position after the packed region with `n` tokens present."""

@@ -181,15 +181,17 @@ def _ours(
     from kvrun.engines import choose_engine
 
     settings = []
+    said = set()
     for name in engines:
-        runs, why_not = choose_engine(name, session.model, n_threads=n_threads)
-        if why_not:
-            note(f"engine: {runs.name}, because {why_not}", style="dim")
         for given_k, given_v in pairs:
             k, v = common.choose_types(given_k, given_v, has_recipe=session.recipe is not None)
             plan = plan_for(
                 session.plan.geometry, k, v, recipe=session.recipe, sinks=options["sinks"], window=options["window"]
             )
+            runs, why_not = choose_engine(name, session.model, n_threads=n_threads, plan=plan)
+            if why_not and why_not not in said:
+                note(f"engine: {runs.name}, because {why_not}", style="dim")
+                said.add(why_not)
             settings.append(our_setting(runs, plan, options, n_ubatch=ubatch))
     return settings
 
