@@ -132,6 +132,18 @@ def test_a_chunk_longer_than_a_pass(tiny_model: Tiny) -> None:
     assert engine.forward(tokens[:3], engine.new_cache(plan, n), logits="none").shape == (0, model.config.n_vocab)
 
 
+def test_a_window_beyond_the_context_takes_no_more_than_the_context(tiny_model: Tiny) -> None:
+    model = load_model(tiny_model("llama"))
+    tokens = tokens_for(model, 40)
+    f16 = plan_for(model.config.geometry, "f16", "f16", recipe=None)
+    plan = plan_for(model.config.geometry, "kv4", "kv4", recipe=None, sinks=5, window=2**31 - 1)
+    engine = CpuEngine(model, n_threads=1)
+    cache = engine.new_cache(plan, 40)
+    assert cache.n_bytes == 2 * cache.n_values
+    got = logits_of(engine, plan, tokens, [33, 1, 6])
+    assert divergence(got, logits_of(Engine(model), f16, tokens, [40])) < 1e-7
+
+
 def test_counts_and_sizes_are_the_references(tiny_model: Tiny) -> None:
     model = load_model(tiny_model("llama"))
     tokens = tokens_for(model, 100)

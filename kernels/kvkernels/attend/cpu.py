@@ -101,7 +101,7 @@ class PagedSide:
         self.sinks, self.window, self.d, self.turn = sinks, window, d, turn
         n_packed = self.block * (max(n_ctx - sinks - window, 0) // self.block)
         self.store = PagedStore(side, specs, clips, n_packed, d)
-        n_recent = max(min(window + self.block - 1, n_ctx - sinks), 0)
+        n_recent = self.recent_limit(self.block, sinks, window, n_ctx)
         self.sink_part = _halves(n_head, min(sinks, n_ctx), d)
         self._recents = _halves(n_head, n_recent, d), _halves(n_head, n_recent, d)
         rows = n_recent + max_chunk
@@ -121,9 +121,14 @@ class PagedSide:
             )
 
     @staticmethod
-    def tail_bytes(n_head: int, d: int, block: int, window: int, max_chunk: int) -> int:
+    def recent_limit(block: int, sinks: int, window: int, n_ctx: int) -> int:
+        """The most tokens that are ever neither packed nor sinks: no more than the context has, whatever the window."""
+        return max(min(window + block - 1, n_ctx - sinks), 0)
+
+    @staticmethod
+    def tail_bytes(n_head: int, d: int, n_recent: int, max_chunk: int) -> int:
         """Bytes of `tail` for steps of at most `max_chunk` tokens."""
-        return n_head * (window + block - 1 + max_chunk) * d * 2
+        return n_head * (n_recent + max_chunk) * d * 2
 
     @property
     def recent(self) -> torch.Tensor:
@@ -221,7 +226,8 @@ class PagedLayer:
         sides = []
         for side, (specs, clips), d in (("k", k, shape.d_k), ("v", v, shape.d_v)):
             block = max(spec.block for spec in specs)
-            n_bytes = PagedSide.tail_bytes(shape.n_kv, d, block, window, work.max_chunk)
+            n_recent = PagedSide.recent_limit(block, sinks, window, n_ctx)
+            n_bytes = PagedSide.tail_bytes(shape.n_kv, d, n_recent, work.max_chunk)
             tail = work.shared(f"tail_{side}", n_bytes)
             limits = {"sinks": sinks, "window": window, "n_ctx": n_ctx, "max_chunk": work.max_chunk}
             sides.append(PagedSide(side, specs, clips, d, **limits, tail=tail, turn=turn))  # type: ignore[arg-type]
