@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvkernels.spec import QuantSpec
+from kvrun.cache_types import plan_for
 from kvrun.errors import RecipeError
 from kvrun.gguf_file import GGUFFile
 from kvrun.gguf_write import write_metadata_file
-from kvrun.plan import HeadPlan, HeadTransform, LayerGeometry
+from kvrun.plan import CachePlan, HeadPlan, HeadTransform, LayerGeometry
 from kvrun.recipe import Provenance, Recipe, find_recipe, recipe_source, sidecar_metadata, sidecar_path
 
 GEOMETRY = (LayerGeometry(2, 64, 32), LayerGeometry(1, 64, 32))
@@ -148,6 +149,19 @@ def test_the_plan_carries_the_recipe() -> None:
     plan = recipe.plan()
     assert (plan.k, plan.v, plan.sinks, plan.window, plan.recipe) == (recipe.k, recipe.v, 4, 32, recipe.digest())
     assert (recipe.plan(sinks=0, window=7).sinks, recipe.plan(sinks=0, window=7).window) == (0, 7)
+
+
+def test_auto_is_the_recipe_on_the_side_that_asks_for_it() -> None:
+    recipe = plain_recipe()
+
+    def plan(type_k: str, type_v: str) -> CachePlan:
+        return plan_for(recipe.geometry, type_k, type_v, recipe=recipe)
+
+    both, keys, values, neither = plan("auto", "auto"), plan("auto", "f16"), plan("f16", "auto"), plan("kv4", "kv4")
+    assert both.k is keys.k is recipe.k and both.v is values.v is recipe.v
+    assert not any(head.spec.quantized for side in (keys.v, values.k) for layer in side for head in layer)
+    assert [p.recipe for p in (both, keys, values, neither)] == [recipe.digest()] * 3 + [""]
+    assert all(head.transform.is_identity for side in (neither.k, neither.v) for layer in side for head in layer)
 
 
 def array(values: list[int] | list[float], dtype: type) -> np.ndarray:
