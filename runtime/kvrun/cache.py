@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvkernels.attend import Side, attend
+from kvkernels.quantize import round_queries_ggml
 from kvkernels.rope_offset import offset_scores, turned_offset
 from kvkernels.store import PackedStore
 from kvkernels.transform import apply, invert, transform_matrix
@@ -92,6 +93,8 @@ class LayerSide:
         self.recent = torch.empty(n_head, n_recent, head_dim, dtype=torch.float16)
         self._pending: Tensor | None = None
 
+        # Keys in llama.cpp's blocks are met by queries as llama.cpp has them, or its figures would not be matched.
+        self.rounds_queries = all(plan.spec.code != "uniform" for plan in plans)
         matrices = [head_matrix(plan.transform, head_dim) for plan in plans]
         self.t: Tensor | None = None
         self.t_inverse: Tensor | None = None
@@ -125,10 +128,10 @@ class LayerSide:
 
     def to_queries(self, q: Tensor) -> Tensor:
         """`T^-T q` for q [n_head, n, d], query heads grouped by KV head: what meets stored keys."""
-        if self.t_inverse is None:
-            return q
-        n_kv, d = self.t_inverse.shape[0], q.shape[-1]
-        return (q.reshape(n_kv, -1, d) @ self.t_inverse).view(q.shape)
+        if self.t_inverse is not None:
+            n_kv, d = self.t_inverse.shape[0], q.shape[-1]
+            q = (q.reshape(n_kv, -1, d) @ self.t_inverse).view(q.shape)
+        return round_queries_ggml(q) if self.rounds_queries else q
 
     def offset_scores(self, q: Tensor, n: int) -> Tensor | None:
         """What the scores of q [n_head, n_q, d] (as the model made it) with positions 0 to n - 1 lack, or None."""

@@ -41,8 +41,9 @@ def emulated_head(name: str, head_dim: int, which: str) -> HeadPlan:
     """Storage of a head under `emu-q4_0` or `emu-q8_0`, as llama.cpp stores it.
 
     which: "k" or "v".  The rotation is llama.cpp's (src/llama-kv-cache.cpp, pull request 21038): where 64 divides the
-    head size, the largest Hadamard block that does for keys and 64 for values; none elsewhere.  It departs in one
-    point: a value is rounded to f16 before it is quantized, as everything is in this cache.
+    head size, the largest Hadamard block that does for keys and 64 for values; none elsewhere.  Queries
+    that meet such keys are rounded to q8_0 blocks (`kvrun.cache`), as llama.cpp's attention on the CPU does. It departs
+    in one point: values and queries are rounded to f16 before they are quantized, as everything is in this cache.
     """
     code = name.removeprefix("emu-")
     bits, group = next(block for known, block in GGML_BLOCKS.items() if known == code)

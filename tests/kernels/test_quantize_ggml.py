@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvkernels.quantize import dequantize_ggml, quantize_ggml
+from kvkernels.quantize import dequantize_ggml, quantize_ggml, round_queries_ggml
 from kvkernels.spec import QuantSpec
 from kvkernels.store import PackedStore
 
@@ -69,3 +69,12 @@ def test_blocks_that_llama_cpp_does_not_have_are_refused() -> None:
             QuantSpec(*wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="does not divide"):
         SPECS["q4_0"].check_head_dim(80)
+
+
+def test_queries_are_rounded_as_q8_0_blocks() -> None:
+    q = hard_values()[:, :, :64].double()
+    rounded = round_queries_ggml(q)
+    blocks = gguf.quants.quantize(q.float().numpy().reshape(-1, 32), TYPES["q8_0"])
+    expected = gguf.quants.dequantize(blocks, TYPES["q8_0"]).reshape(q.shape)
+    assert rounded.dtype == q.dtype
+    assert torch.equal(rounded.float(), torch.from_numpy(expected))

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ..spec import QuantSpec
 
+#: What llama.cpp's attention rounds queries to when they meet quantized keys (the `vec_dot_type` of both key types).
+QUERY_SPEC = QuantSpec(8, 32, code="q8_0")
 #: What a code of 0 stands for.
 LOWEST = {"q4_0": -8, "q8_0": -128}
 
@@ -48,3 +50,8 @@ def dequantize_ggml(codes: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.
     """Values [n_head, n, d] in `dtype` from what `quantize_ggml` returns."""
     blocks = codes.reshape(*codes.shape[:-1], -1, spec.group).to(dtype) + LOWEST[spec.code]
     return (blocks * scale.to(dtype)[..., None]).reshape(codes.shape)
+
+
+def round_queries_ggml(q: Tensor) -> Tensor:
+    """Queries [n_head, n, d] as llama.cpp's flash attention on the CPU sees them beside quantized keys: q8_0 blocks."""
+    return dequantize_ggml(*quantize_ggml(q.to(torch.float16), QUERY_SPEC), QUERY_SPEC, q.dtype)

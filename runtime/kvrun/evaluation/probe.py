@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvkernels.quantize import dequantize, dequantize_ggml, quantize, quantize_ggml
+from kvkernels.quantize import dequantize, dequantize_ggml, quantize, quantize_ggml, round_queries_ggml
 from kvrun.cache import KVCache, head_matrix
 from kvrun.errors import MeasurementError
 from kvrun.plan import CachePlan, HeadPlan
@@ -90,7 +90,8 @@ def _probe_layer(plan: CachePlan, il: int, n_ctx: int, rope: Rope | None) -> Non
                     _seen(x[ih, : t + 1], head, plan, block, stored, rope)
                     for x, head, block in zip((k, v), (heads_k[ih], heads_v[ih]), blocks, strict=True)
                 )
-                weights = torch.softmax(keys @ q[ih, t] * scale, 0)
+                query = _query(q[ih, t], heads_k, ih) if stored else q[ih, t]
+                weights = torch.softmax(keys @ query * scale, 0)
                 out[ih, i] = weights @ values
     # An offset of the keys shifts all scores of a query alike and leaves no trace in the outputs.
     error, effect = (float((x - quantized).square().sum().sqrt()) for x in (got, plain))
@@ -123,6 +124,15 @@ def _seen(x: Tensor, head: HeadPlan, plan: CachePlan, block: int, stored: bool, 
     if head.spec.quantized and end > plan.sinks:
         full[plan.sinks : end] = _restored(y[None, plan.sinks : end], head)
     return full @ torch.linalg.inv(t).T + offset
+
+
+def _query(q: Tensor, heads: tuple[HeadPlan, ...], ih: int) -> Tensor:
+    """The query q [d] in the model's own space: rounded in the stored space where llama.cpp's blocks are emulated."""
+    if any(head.spec.code == "uniform" for head in heads):
+        return q
+    t = head_matrix(heads[ih].transform, len(q))
+    t = torch.eye(len(q), dtype=torch.float64) if t is None else t
+    return t.T @ round_queries_ggml((torch.linalg.inv(t).T @ q)[None, None])[0, 0]
 
 
 def _restored(y: Tensor, head: HeadPlan) -> Tensor:
