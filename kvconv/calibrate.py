@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,7 @@ from .gather import Chunks, Gathered, SideSamples, gather, gather_plain
 from .objective import OBJECTIVES, Objective
 from .samples import HeadSamples
 from .text import Text, cut, place
+from .turned import with_turned
 
 if TYPE_CHECKING:
     from kvrun.models import Model
@@ -42,6 +44,7 @@ class Settings:
     group: values per scale; None tries 32, 64 and the head, and takes 64 or what divides the head at a fixed width.
     sinks, window, chunk_tokens, n_ctx: tokens.  n_ctx: positions to place chunks over; 0 is what the model was trained
     for, None is that but at most 4096.  objective: a name of `objective.OBJECTIVES`.
+    rotating: whether keys are offered the rotating offset too, which only the reference engine reads.
     """
 
     bits: float = DEFAULT_BITS
@@ -56,6 +59,7 @@ class Settings:
     n_ctx: int | None = None
     seed: int = 0
     objective: str = "fisher"
+    rotating: bool = False
 
     def check(self, geometry: Sequence[LayerGeometry]) -> None:
         """Raise KvError where a layer's heads cannot be stored as wanted."""
@@ -155,7 +159,8 @@ def choose_recipe(
     offered: list[list[Option]] = []
     for il, shape in enumerate(geometry):
         for side, found, dim in (("k", gathered.k[il], shape.head_dim_k), ("v", gathered.v[il], shape.head_dim_v)):
-            offered += choose_layer(il, side, found, settings.specs(side, dim), objective)
+            turn = _turn(model, il, gathered) if side == "k" and settings.rotating else None
+            offered += choose_layer(il, side, found, settings.specs(side, dim), objective, turn)
             heads += [(side, found.head(side, ih)) for ih in range(shape.n_head_kv)]
         if on_layer is not None:
             on_layer(il + 1)
@@ -196,15 +201,26 @@ def choose_recipe(
     )
 
 
+def _turn(model: Model, il: int, gathered: Gathered) -> Callable[[HeadSamples], HeadSamples]:
+    """What adds to a key head's samples of layer `il` what a rotating offset leaves of them."""
+    return lambda samples: with_turned(samples, partial(model.rope, il), gathered.positions)
+
+
 def choose_layer(
-    il: int, side: str, found: SideSamples, specs: Sequence[QuantSpec], objective: Objective
+    il: int,
+    side: str,
+    found: SideSamples,
+    specs: Sequence[QuantSpec],
+    objective: Objective,
+    turn: Callable[[HeadSamples], HeadSamples] | None = None,
 ) -> list[list[Option]]:
-    """Options for every head of one side."""
+    """Options for every head of one side; `turn` adds what a rotating offset leaves of its samples."""
     what = "keys" if side == "k" else "values"
     offered = []
     for ih in range(len(found.x)):
         try:
-            offered.append(options(found.head(side, ih), specs, objective))
+            samples = found.head(side, ih)
+            offered.append(options(samples if turn is None else turn(samples), specs, objective))
         except KvError as error:
             raise KvError(f"{what} of layer {il}, KV head {ih}: {error}") from error
     return offered

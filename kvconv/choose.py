@@ -100,7 +100,8 @@ def offers(samples: HeadSamples, spec: QuantSpec, pool: Sequence[Candidate]) -> 
 
     The offset is the mean of each channel after RoPE.  Subtracting one vector from all keys adds the same number to
     every score of a query, which softmax does not see: smoothing of keys as in SageAttention (arXiv 2410.02367), here
-    with a mean that is learned beforehand, so that it is exact for any text.
+    with a mean that is learned beforehand, so that it is exact for any text.  Where samples have it, keys are also
+    offered the mean before RoPE, which turns with the position of each key (`kvkernels.rope_offset`).
     """
     statistics = samples.statistics
     centred = statistics.centred() if samples.side == "k" else statistics
@@ -111,6 +112,9 @@ def offers(samples: HeadSamples, spec: QuantSpec, pool: Sequence[Candidate]) -> 
             yield transform
         if samples.side == "k" and (transform := candidate.fit(centred, spec)) is not None:
             yield replace(transform, offset=statistics.mean.astype(np.float32))
+        turned = samples.turned
+        if turned is not None and (transform := candidate.fit(turned.statistics, spec)) is not None:
+            yield replace(transform, offset=turned.mean, rotating=True)
 
 
 def best_trial(
@@ -215,7 +219,7 @@ def probes(specs: Sequence[QuantSpec]) -> list[tuple[QuantSpec, QuantSpec]]:
 
 def _key(transform: HeadTransform) -> bytes:
     arrays = (transform.order, transform.matrix, transform.offset)
-    return repr((transform.hadamard, [None if a is None else a.tobytes() for a in arrays])).encode()
+    return repr((transform.hadamard, transform.rotating, [None if a is None else a.tobytes() for a in arrays])).encode()
 
 
 def scored(samples: HeadSamples, option: Option, objective: Objective) -> Choice:

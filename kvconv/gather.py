@@ -107,6 +107,8 @@ class Gathered:
         per_token = VALUE_BYTES * sum(g.n_head_kv * (g.head_dim_k + g.head_dim_v) for g in geometry)
         n_kept = min(n_token, max(SAMPLE_BYTES // (per_token * n_chunk), min(n_token, 64)))
         self.n_chunk, self.n_token, self.n_kept = n_chunk, n_token, n_kept
+        #: Of the kept tokens: int64 [n_chunk, n_kept].
+        self.positions = torch.zeros(n_chunk, n_kept, dtype=torch.int64)
         self.k = [SideSamples(g.n_head_kv, n_chunk, n_kept, g.head_dim_k) for g in geometry]
         self.v = [SideSamples(g.n_head_kv, n_chunk, n_kept, g.head_dim_v) for g in geometry]
 
@@ -131,6 +133,9 @@ def gather(model: Model, chunks: Chunks, on_progress: Callable[[int], None] | No
         rows = slice(first, min(first + step, n_chunk))
         numbers = range(chunks.first + rows.start, chunks.first + rows.stop)
         starts = [_start(chunks.seed, number, gathered.n_token - gathered.n_kept) for number in numbers]
+        for index, start in zip(range(rows.start, rows.stop), starts, strict=True):
+            kept = slice(chunks.sinks + start, chunks.sinks + start + gathered.n_kept)
+            gathered.positions[index] = torch.from_numpy(chunks.positions[index, kept])
         found = records(
             model,
             torch.from_numpy(chunks.tokens[rows]),
@@ -155,6 +160,7 @@ def gather_plain(model: Model, chunks: Chunks, on_progress: Callable[[int], None
     """
     gathered = Gathered(model.config.geometry, len(chunks.tokens), 0)
     tokens, positions = torch.from_numpy(chunks.tokens), torch.from_numpy(chunks.positions)
+    gathered.positions = positions[:, chunks.sinks :]
     with torch.inference_mode():
         for il, record in enumerate(stream(model, tokens, positions)):
             for what, sides, x in (("keys", gathered.k, record.keys), ("values", gathered.v, record.values)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,18 +17,31 @@ from .collect import ChannelStatistics
 
 
 @dataclass(frozen=True)
+class Turned:
+    """Keys as a rotating offset leaves them: x [n_chunk, n, head_dim] less `R_s mean` at each position `s`.
+
+    mean: float32 [head_dim], of the keys before RoPE.  statistics: of x.
+    """
+
+    x: Tensor
+    mean: np.ndarray
+    statistics: ChannelStatistics
+
+
+@dataclass(frozen=True)
 class HeadSamples:
     """One side ("k" or "v") of one KV head.
 
     x: float32 [n_chunk, n, head_dim], keys after RoPE or values, without sinks.
     gradient: of the log-probability of a sampled label with respect to x, same shape, or None.
-    statistics: of these tokens or of more.
+    statistics: of these tokens or of more.  turned: for keys, where a rotating offset is to be offered.
     """
 
     side: str
     x: Tensor
     statistics: ChannelStatistics
     gradient: Tensor | None = None
+    turned: Turned | None = None
 
     @classmethod
     def of(cls, x: Tensor, side: str) -> HeadSamples:
@@ -46,7 +60,8 @@ class HeadSamples:
         rows = torch.arange(self.x.shape[1])
         kept = rows[(rows // 64) % step == 0]
         gradient = None if self.gradient is None else self.gradient[:, kept]
-        return HeadSamples(self.side, self.x[:, kept], self.statistics, gradient)
+        turned = None if self.turned is None else replace(self.turned, x=self.turned.x[:, kept])
+        return HeadSamples(self.side, self.x[:, kept], self.statistics, gradient, turned)
 
 
 class Stored:
@@ -56,10 +71,13 @@ class Stored:
     """
 
     def __init__(self, samples: HeadSamples, transform: HeadTransform) -> None:
-        x = samples.x
+        x, fixed = samples.x, transform.offset
+        if transform.rotating:
+            assert samples.turned is not None
+            x, fixed = samples.turned.x, None
         n_chunk, _, d = x.shape
         t = head_matrix(transform, d)
-        offset = None if transform.offset is None else torch.from_numpy(transform.offset).expand(n_chunk, d)
+        offset = None if fixed is None else torch.from_numpy(fixed).expand(n_chunk, d)
         self.exact = apply(x, None if t is None else t.to(x.dtype).expand(n_chunk, d, d), offset)
         self.y = self.exact.to(torch.float16)
         self.inverse = None if t is None else invert(t).to(x.dtype)
