@@ -95,7 +95,7 @@ def test_skvq_takes_orders_from_a_recipe_of_its_method() -> None:
 def test_errors_are_one_line_with_advice() -> None:
     with pytest.raises(KvError, match="choose one of f16, had-v2-kivi4"):
         preset_plan("kivi3", GEOMETRY)
-    with pytest.raises(KvError, match="kivi4 does not fit this model: head size 36"):
+    with pytest.raises(KvError, match="kivi4 cannot store this model: head size 36"):
         preset_plan("kivi4", (LayerGeometry(1, 36, 36),))
 
 
