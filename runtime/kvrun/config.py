@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from .errors import GGUFError, UnsupportedModelError
 from .gguf_file import GGUFFile
 from .plan import LayerGeometry
+from .rope_scaling import RopeScaling
 
 RopeStyle = Literal["interleaved", "neox"]
 MAX_LAYERS = 4096
 MAX_DIM = 1 << 24
+MAX_CONTEXT = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class ModelConfig:
     n_head, n_head_kv, n_ff: per layer.  head_dim_k, head_dim_v: channels of a key and of a value head.
     n_rot: leading channels of a head that RoPE turns.  rope_style: pairs (2i, 2i + 1) "interleaved", or
     (i, i + n_rot / 2) "neox", as the architecture's GGUF files are laid out.
-    rope_scale: positions are divided by it (linear scaling), 1 for none.
+    rope_scaling: how RoPE is stretched.
     n_ctx_train: context the model was trained for, in tokens.
     """
 
@@ -40,7 +42,7 @@ class ModelConfig:
     n_rot: int
     rope_theta: float
     rope_style: RopeStyle
-    rope_scale: float
+    rope_scaling: RopeScaling
     rms_eps: float
     n_vocab: int
     n_ctx_train: int
@@ -51,12 +53,15 @@ class ModelConfig:
         return tuple(LayerGeometry(n, self.head_dim_k, self.head_dim_v) for n in self.n_head_kv)
 
     @classmethod
-    def from_file(cls, file: GGUFFile, rope_style: RopeStyle) -> ModelConfig:
+    def from_file(
+        cls, file: GGUFFile, rope_style: RopeStyle, scalings: tuple[str, ...] = ("linear", "yarn")
+    ) -> ModelConfig:
         """Read the keys that most architectures share.
 
-        GGUFError where one is missing or senseless, UnsupportedModelError for RoPE scaling other than linear.
+        scalings: values of `rope.scaling.type` that the architecture has.
+        GGUFError where a key is missing or senseless, UnsupportedModelError for any other RoPE scaling.
         """
-        keys = _Keys(file)
+        keys = Keys(file)
         n_layer = keys.count("block_count", limit=MAX_LAYERS)
         n_embd = keys.count("embedding_length")
         n_head = keys.per_layer("attention.head_count", n_layer)
@@ -82,15 +87,15 @@ class ModelConfig:
             n_rot=n_rot,
             rope_theta=keys.positive("rope.freq_base", default=10000.0),
             rope_style=rope_style,
-            rope_scale=_rope_scale(keys),
+            rope_scaling=_rope_scaling(keys, scalings),
             rms_eps=keys.positive("attention.layer_norm_rms_epsilon"),
             n_vocab=_vocabulary_size(file),
-            n_ctx_train=keys.count("context_length", limit=1 << 40),
+            n_ctx_train=keys.count("context_length", limit=MAX_CONTEXT),
         )
 
 
-class _Keys:
-    """Typed access to `{arch}.*`."""
+class Keys:
+    """Typed access to `{arch}.*`; GGUFError where a value is missing, of another type or senseless."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
@@ -98,6 +103,10 @@ class _Keys:
 
     def __contains__(self, key: str) -> bool:
         return self.prefix + key in self.file
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value as it is in the file."""
+        return self.file.get(self.prefix + key, default)
 
     def bad(self, key: str, why: str) -> GGUFError:
         return GGUFError(f"{self.file.path}: key {self.prefix + key!r} {why}; convert the model again")
@@ -118,6 +127,10 @@ class _Keys:
             raise self.bad(key, f"is {value}")
         return value
 
+    def scale(self, key: str, default: float) -> float:
+        """A multiplier; llama.cpp takes 0 for one that is not there."""
+        return default if self.get(key, 0.0) == 0.0 else self.positive(key)
+
     def per_layer(self, key: str, n_layer: int, *, default: tuple[int, ...] | None = None) -> tuple[int, ...]:
         """One number for every layer, or an array with one number per layer."""
         if default is not None and key not in self:
@@ -135,20 +148,29 @@ class _Keys:
         return tuple(value.tolist())
 
 
-def _rope_scale(keys: _Keys) -> float:
-    kind = keys.file.get(keys.prefix + "rope.scaling.type", "linear")
-    if kind == "none":
-        return 1.0
-    if kind != "linear" or keys.file.get(keys.prefix + "rope.scaling.attn_factor", 1.0) != 1.0:
-        what = "an attention factor" if kind == "linear" else f"RoPE scaling {kind!r}"
+def _rope_scaling(keys: Keys, scalings: tuple[str, ...]) -> RopeScaling:
+    prefix = "rope.scaling."
+    kind = keys.get(prefix + "type", "linear")
+    if kind not in ("none", *scalings):
         raise UnsupportedModelError(
-            f"{keys.file.path}: the model uses {what}, which is not supported (linear is); choose another model"
+            f"{keys.file.path}: the model uses RoPE scaling {kind!r}, which is not supported for {keys.file.arch} "
+            f"({', '.join(scalings)}); choose another model"
         )
     # llama.cpp reads the old key where the new one is missing, and takes 0 for no scaling.
-    key = next((k for k in ("rope.scaling.factor", "rope.scale_linear") if k in keys), None)
-    if key is None or keys.file.get(keys.prefix + key) == 0:
-        return 1.0
-    return keys.positive(key)
+    key = next((k for k in (prefix + "factor", "rope.scale_linear") if k in keys), None)
+    factor = 1.0 if key is None or kind == "none" or keys.get(key) == 0 else keys.positive(key)
+    ext_factor = keys.get(prefix + "yarn_ext_factor", 1.0)
+    if kind == "yarn" and ext_factor != 1.0:
+        why = f"YaRN with an extrapolation factor of {ext_factor!r}, which is not supported (1 is)"
+        raise UnsupportedModelError(f"{keys.file.path}: the model uses {why}; choose another model")
+    n_ctx_train = keys.count("context_length", limit=MAX_CONTEXT)
+    return RopeScaling(
+        factor=factor,
+        magnitude=keys.positive(prefix + "attn_factor", default=1.0),
+        n_ctx_orig=keys.count(prefix + "original_context_length", default=n_ctx_train, limit=MAX_CONTEXT),
+        yarn=kind == "yarn",
+        by_length=kind == "longrope",
+    )
 
 
 def _vocabulary_size(file: GGUFFile) -> int:

@@ -69,6 +69,10 @@ class CpuEngine(Engine):
                 f"the CPU engine has no graph for architecture {model.config.arch!r} (it has {supported}); "
                 "use --engine reference"
             )
+        if "blk.0.ffn_gate.weight" not in model.weights or "blk.0.attn_q.weight" not in model.weights:
+            raise UnsupportedModelError(
+                "the CPU engine has no graph for experts or for matrices that lie in one tensor; use --engine reference"
+            )
         if any(d % 8 for shape in model.config.geometry for d in (shape.head_dim_k, shape.head_dim_v)):
             raise UnsupportedModelError(
                 "the CPU engine takes heads of a multiple of 8 channels, which this model's are not; "

@@ -13,6 +13,7 @@ from kvkernels.attend.cpu_call import CALL
 from .cpu_cache import SideMaps
 from .ggml import Backend, FileTensors, Graph, Memory
 from .ggml.library import ROPE_NEOX, ROPE_NORMAL
+from .rope_scaling import TURNS_KEPT, TURNS_STRETCHED
 
 if TYPE_CHECKING:
     from .models import Model
@@ -72,8 +73,10 @@ class LlamaGraph:
     def _rope(self, g: Graph, x: int, positions: int) -> int:
         c = self.config
         mode = ROPE_NEOX if c.rope_style == "neox" else ROPE_NORMAL
-        rest = (c.n_rot, mode, c.n_ctx_train, c.rope_theta, 1.0 / c.rope_scale, 0.0, 1.0, 32.0, 1.0)
-        return g.op("rope_ext", x, positions, self.freq_factors, *rest)
+        scaling = c.rope_scaling
+        blend = 1.0 if scaling.yarn else 0.0
+        rest = (c.n_rot, mode, scaling.n_ctx_orig, c.rope_theta, 1.0 / scaling.factor, blend, scaling.magnitude)
+        return g.op("rope_ext", x, positions, self.freq_factors, *rest, TURNS_KEPT, TURNS_STRETCHED)
 
     def embed(self, g: Graph, tokens: int) -> int:
         """What enters the first block, ggml [n_embd, n]."""

@@ -47,6 +47,7 @@ class Engine:
 
     def new_cache(self, plan: CachePlan, n_ctx: int) -> KVCache:
         """An empty cache for `n_ctx` tokens."""
+        self.model.set_context(n_ctx)
         dtype = torch.float64 if self.model.weights.block_rows else self.dtype
         return KVCache(plan, n_ctx, dtype, rope_of=self.model.rope_of)
 

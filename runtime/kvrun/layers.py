@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from .config import RopeStyle
 from .errors import GGUFError
+from .rope_scaling import RopeScaling
 from .weights import Weights
 
 
@@ -74,18 +75,25 @@ class Rope:
     """Rotary position embedding (arXiv 2104.09864) of the first `n_rot` channels of a head.
 
     factors: [n_rot / 2], frequencies are divided by them (Llama 3's `rope_freqs.weight`).
-    scale: positions are divided by it (linear scaling, arXiv 2306.15595).
+    scaling: how it is stretched; `magnitude` is what vectors grow by when they are turned, 1 for most models.
+    still: layers without RoPE: every angle is 0.
     Angles are computed in float64 whatever the dtype of the activations, since float32 loses 1e-3 of a turn at
     position 10,000; the table of the latest positions is kept, as every layer asks for the same one.
     """
 
     def __init__(
-        self, n_rot: int, theta: float, style: RopeStyle, *, scale: float = 1.0, factors: Tensor | None = None
+        self,
+        n_rot: int,
+        theta: float,
+        style: RopeStyle,
+        *,
+        scaling: RopeScaling | None = None,
+        factors: Tensor | None = None,
+        still: bool = False,
     ) -> None:
-        exponents = torch.arange(0, n_rot, 2, dtype=torch.float64) / n_rot
-        self._frequencies = theta**-exponents / scale
-        if factors is not None:
-            self._frequencies = self._frequencies / factors.double()
+        scaling = scaling or RopeScaling()
+        self._frequencies = scaling.frequencies(n_rot, theta, factors) * (not still)
+        self.magnitude = 1.0 if still else scaling.stretch
         self.n_rot = n_rot
         self.style = style
         self._positions: Tensor | None = None
@@ -101,12 +109,15 @@ class Rope:
         return torch.cat((self._rotate(turned, table), rest), dim=-1)
 
     def angles(self, n: int, dtype: torch.dtype) -> Tensor:
-        """Cosines, then sines of the angles at positions 0 to n - 1: [n, n_rot]. The longest table so far is kept."""
+        """Cosines, then sines of the angles at positions 0 to n - 1, times `magnitude`: [n, n_rot].
+
+        The longest table so far is kept.
+        """
         if self._angles is None or self._angles.dtype != dtype or len(self._angles) < n:
             with torch.inference_mode(False):
                 size = 1 << max(n - 1, 255).bit_length()  # so that decoding does not make it anew for every token
                 angles = torch.outer(torch.arange(size, dtype=torch.float64), self._frequencies)
-                self._angles = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+                self._angles = (torch.cat((angles.cos(), angles.sin()), -1) * self.magnitude).to(dtype)
         return self._angles[:n]
 
     def _rotate(self, x: Tensor, table: tuple[Tensor, ...]) -> Tensor:
@@ -122,7 +133,7 @@ class Rope:
             return self._table
         with torch.inference_mode(False):
             angles = torch.outer(positions.double(), self._frequencies)
-            cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+            cos, sin = ((part * self.magnitude).to(dtype) for part in (angles.cos(), angles.sin()))
             if self.style == "interleaved":
                 self._table = (torch.complex(cos, sin),)
             else:

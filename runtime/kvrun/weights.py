@@ -78,6 +78,17 @@ class Weights:
             weight = self.get(name)
         return self._product(x, weight, bias)
 
+    def linear_part(self, name: str, index: int, x: Tensor) -> Tensor:
+        """`x @ W[index].T` for a stack of matrices [n, n_out, n_in], of which no other is read unless all are kept.
+
+        x: [n, n_in].  Returns [n, n_out].
+        """
+        kept = self._kept.get(name)
+        if kept is None and self._fits(self.dtype.itemsize * int(np.prod(self.file.tensors[name].shape))):
+            kept = self.get(name)
+        part = self._expand(name, slice(index, index + 1))[0] if kept is None else kept[index]
+        return self._product(x, part)
+
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not self.block_rows:
             return torch.nn.functional.linear(x, weight, bias)

@@ -51,7 +51,7 @@ def test_configuration(tmp_path: Path) -> None:
     config = load_model(path).config
     assert (config.n_layer, config.n_embd, config.n_head, config.n_head_kv) == (3, 64, (6, 6, 6), (6, 3, 1))
     assert config.geometry == (LayerGeometry(6, 40, 24), LayerGeometry(3, 40, 24), LayerGeometry(1, 40, 24))
-    assert (config.rope_scale, config.n_rot, config.rope_style) == (2.0, 40, "interleaved")
+    assert (config.rope_scaling.factor, config.n_rot, config.rope_style) == (2.0, 40, "interleaved")
     assert load_model(make_tiny_model("qwen2", tmp_path / "q.gguf")).config.rope_style == "neox"
 
 

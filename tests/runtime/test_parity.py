@@ -37,6 +37,20 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, linear scaling, d=80": ("llama", {"rope_scale": 4.0, "head_dim": 80, "n_head": 6, "n_head_kv": 3}),
     "llama, frequency factors": ("llama", {"rope_factors": True, "rope_theta": 500000.0}),
     "qwen2": ("qwen2", {}),
+    "llama, YaRN": ("llama", {"rope_scale": 4.0, "yarn_from": 128}),
+    "llama, experts": ("llama", {"n_expert": 4}),
+    "qwen3": ("qwen3", {}),
+    "qwen3, d=128, YaRN": ("qwen3", {"head_dim": 128, "n_head_kv": 1, "rope_scale": 2.0, "yarn_from": 256}),
+    "qwen3moe": ("qwen3moe", {}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {}),
+    "granitemoe": ("granitemoe", {}),
+    "smollm3, five layers": ("smollm3", {"n_layer": 5}),
+    "phi3": ("phi3", {}),
+    "phi3, short and long factors": (
+        "phi3",
+        {"rope_factors": True, "keys": {"rope.scaling.original_context_length": 256, "rope.scaling.attn_factor": 1.2}},
+    ),
     "qwen2, own output, d=48": ("qwen2", {"tied": False, "head_dim": 48, "n_layer": 3}),
 }
 

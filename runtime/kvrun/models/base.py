@@ -31,17 +31,22 @@ class Model(ABC):
 
     arch: ClassVar[tuple[str, ...]] = ()
     rope_style: ClassVar[RopeStyle] = "neox"
+    #: Values of `rope.scaling.type` that the graph can compute.
+    rope_scalings: ClassVar[tuple[str, ...]] = ("linear", "yarn")
 
     def __init__(self, file: GGUFFile, weights: Weights) -> None:
         self.file = file
         self.weights = weights
         self.dtype: torch.dtype = weights.dtype
-        self.config = config = ModelConfig.from_file(file, self.rope_style)
+        self.config = config = ModelConfig.from_file(file, self.rope_style, self.rope_scalings)
         check_shape(weights, _EMBEDDING, (config.n_vocab, config.n_embd))
         self.output_norm = RMSNorm(weights, "output_norm", config.n_embd, config.rms_eps)
         # A file without an output matrix ties it to the embedding.
         head = "output" if "output.weight" in weights else "token_embd"
         self._head = Linear(weights, head, config.n_vocab, config.n_embd)
+
+    def set_context(self, n_ctx: int) -> None:  # noqa: B027
+        """Prepare for a context of `n_ctx` tokens; a few models turn their keys otherwise where it is long."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens: int64 [n].  Returns what enters the first block, [n, n_embd]."""
