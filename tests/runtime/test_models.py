@@ -21,6 +21,7 @@ from kvrun.layers import Rope
 from kvrun.models import load_model, supported_architectures
 from kvrun.models.llama import Llama
 from kvrun.plan import LayerGeometry
+from kvrun.rope_scaling import RopeScaling
 from tools.make_tiny_model import ARCHITECTURES, make_tiny_model
 
 TOKENS = [72, 5, 130, 261, 44, 44, 299, 0, 17, 90, 31]
@@ -69,7 +70,10 @@ def test_a_budget_changes_memory_and_nothing_else(path: Path) -> None:
     rich, poor = load_model(path), load_model(path, budget_bytes=0)
     assert torch.equal(*(Engine(m).forward_bypassing_cache(TOKENS) for m in (rich, poor)))
     assert poor.weights.kept_bytes == 0
-    assert rich.weights.kept_bytes == 4 * sum(math.prod(info.shape) for info in rich.file.tensors.values())
+    kept = dict(rich.file.tensors)
+    if "output.weight" in kept:  # then only rows of the embedding are read
+        del kept["token_embd.weight"]
+    assert rich.weights.kept_bytes == 4 * sum(math.prod(info.shape) for info in kept.values())
 
 
 def test_a_chunk_is_its_tokens_one_by_one(path: Path) -> None:
@@ -112,7 +116,7 @@ def test_an_unsupported_architecture_is_named_with_the_list(path: Path, tmp_path
     with pytest.raises(UnsupportedModelError) as caught:
         load_model(bad)
     message = str(caught.value)
-    assert "mamba" in message and "llama, qwen2" in message and message.isprintable()
+    assert "mamba" in message and ", ".join(supported_architectures()) in message and message.isprintable()
 
 
 @pytest.mark.parametrize(
@@ -122,7 +126,7 @@ def test_an_unsupported_architecture_is_named_with_the_list(path: Path, tmp_path
         ("block_count", 0, "is 0"),
         ("block_count", 1 << 31, "is 2147483648"),
         ("block_count", "2", "whole number"),
-        ("block_count", 3, r"blk\.2\.attn_norm\.weight' is missing"),
+        ("block_count", 3, r"blk\.2\..*\.weight' is missing"),
         ("block_count", 1, r"blk\.1\..*no place in the graph"),
         ("embedding_length", 96, "has shape"),
         ("attention.head_count", 0, "is 0"),
@@ -134,10 +138,8 @@ def test_an_unsupported_architecture_is_named_with_the_list(path: Path, tmp_path
         ("rope.freq_base", 0.0, r"is 0\.0"),
         ("rope.dimension_count", 63, "is 63"),
         ("rope.dimension_count", 66, "is 66"),
-        ("rope.scaling.type", "yarn", "RoPE scaling 'yarn'"),
-        ("rope.scaling.type", "longrope", "RoPE scaling 'longrope'"),
-        ("rope.scaling.attn_factor", 1.5, "an attention factor"),
-        ("expert_count", 8, "mixture of experts"),
+        ("rope.scaling.type", "novel", "RoPE scaling 'novel'"),
+        ("rope.scaling.attn_factor", -1.5, r"is -1\.5"),
     ],
 )
 def test_senseless_metadata_ends_in_one_line(path: Path, tmp_path: Path, key: str, value: Any, why: str) -> None:
@@ -159,9 +161,10 @@ def test_other_files_that_are_no_model(path: Path, tmp_path: Path) -> None:
 
 def test_a_new_architecture_is_one_new_file(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = GGUFFile(path)
+    kind = supported_architectures()[base.arch]
     (tmp_path / "novel.py").write_text(
-        "from kvrun.models.llama import Llama\n\n\nclass Novel(Llama):\n    arch = ('novel', 'novel2')\n"
-        f"    rope_style = '{supported_architectures()[base.arch].rope_style}'\n"
+        f"from {kind.__module__} import {kind.__name__} as Base\n\n\n"
+        "class Novel(Base):\n    arch = ('novel', 'novel2')\n"
     )
     keys = {"novel2." + key.partition(".")[2]: base.get(key) for key in base if key.startswith(base.arch + ".")}
     rewrite(base, tmp_path / "step.gguf", drop_prefix=base.arch + ".", add=keys)
@@ -170,7 +173,7 @@ def test_a_new_architecture_is_one_new_file(path: Path, tmp_path: Path, monkeypa
         load_model(novel)
     monkeypatch.setattr(kvrun.models, "__path__", [*kvrun.models.__path__, str(tmp_path)])
     monkeypatch.delitem(sys.modules, "kvrun.models.novel", raising=False)
-    assert list(supported_architectures()) == ["llama", "novel", "novel2", "qwen2"]
+    assert {"novel", "novel2"} < set(supported_architectures())
     assert torch.equal(*(Engine(load_model(p)).forward_bypassing_cache(TOKENS) for p in (novel, path)))
 
 
@@ -192,7 +195,7 @@ def test_rope_is_its_definition(style: Any, n_rot: int) -> None:
     positions, half = torch.tensor([0, 1, 7, 100_000]), n_rot // 2
     x = torch.randn(3, 4, 24, dtype=torch.float64)
     factors = torch.linspace(1, 4, half)
-    rope = Rope(n_rot, 10000.0, style, scale=2.5, factors=factors)
+    rope = Rope(n_rot, 10000.0, style, scaling=RopeScaling(2.5), factors=factors)
     got = rope(x, positions)
     frequencies = 10000.0 ** (-2 * np.arange(half) / n_rot) / factors.double().numpy() / 2.5
     for head in range(3):
