@@ -109,9 +109,11 @@ class Keys:
         return self.file.get(self.prefix + key, default)
 
     def bad(self, key: str, why: str) -> GGUFError:
+        """The error that says what is wrong with a key."""
         return GGUFError(f"{self.file.path}: key {self.prefix + key!r} {why}; convert the model again")
 
     def count(self, key: str, *, default: int | None = None, limit: int = MAX_DIM) -> int:
+        """A whole number from 1 to `limit`."""
         if default is not None and key not in self:
             return default
         value = self.file.require(self.prefix + key, int)
@@ -120,6 +122,7 @@ class Keys:
         return value
 
     def positive(self, key: str, *, default: float | None = None) -> float:
+        """A finite number above 0."""
         if default is not None and key not in self:
             return default
         value = self.file.require(self.prefix + key, float)
