@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -203,7 +202,8 @@ def choose_recipe(
 
 def _turn(model: Model, il: int, gathered: Gathered) -> Callable[[HeadSamples], HeadSamples]:
     """What adds to a key head's samples of layer `il` what a rotating offset leaves of them."""
-    return lambda samples: with_turned(samples, partial(model.rope, il), gathered.positions)
+    rope = model.rope_of(il)
+    return lambda samples: with_turned(samples, rope, gathered.positions, rope.magnitude)
 
 
 def choose_layer(

@@ -15,15 +15,16 @@ from .samples import HeadSamples, Turned
 Rope = Callable[[Tensor, Tensor], Tensor]
 
 
-def with_turned(samples: HeadSamples, rope: Rope, positions: Tensor) -> HeadSamples:
+def with_turned(samples: HeadSamples, rope: Rope, positions: Tensor, magnitude: float = 1.0) -> HeadSamples:
     """The samples of a head's keys, with what a rotating offset would leave of them.
 
-    positions: int64 [n_chunk, n], of the sampled tokens.  RoPE at the position `-s` undoes it at `s`; the mean is that
-    of the samples.
+    positions: int64 [n_chunk, n], of the sampled tokens.  magnitude: what RoPE stretches vectors by.  RoPE at the
+    position `-s` undoes it at `s`; the mean is that of the samples.
     """
     flat = positions.flatten()
     x = samples.x.reshape(1, len(flat), -1)
-    mean = rope(x, -flat).mean(1, keepdim=True)
+    # Keys were stretched once by RoPE and would be again here, where it is scaled (YaRN).
+    mean = rope(x, -flat).mean(1, keepdim=True) / magnitude**2
     left = (x - rope(mean.expand_as(x).contiguous(), flat)).view(samples.x.shape)
     known = samples.statistics
     statistics = ChannelStatistics.of(left)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvkernels.attend.cpu import LayerShape, PagedLayer, PagedSide, Turn, Workspace
+from kvkernels.attend.cpu_offset import RotatingOffset
+from kvkernels.pack.cpu import PAGE
+from kvkernels.rope_offset import turned_offset
 
 from .cache import KVCache, LayerSide
 from .errors import KvError
 from .plan import CachePlan, HeadPlan
 from .visibility import n_packed
+
+if TYPE_CHECKING:
+    from .layers import Rope
 
 
 def _specs(plans: Sequence[HeadPlan]) -> tuple[list, list]:
@@ -21,30 +28,47 @@ def _specs(plans: Sequence[HeadPlan]) -> tuple[list, list]:
 
 
 class SideMaps:
-    """The linear maps of one side of one layer: `t`, its inverse and the offset of `kvrun.cache.LayerSide`."""
+    """The linear maps of one side of one layer: `t`, its inverse and the offsets of `kvrun.cache.LayerSide`."""
 
-    def __init__(self, plans: Sequence[HeadPlan], head_dim: int) -> None:
+    def __init__(self, plans: Sequence[HeadPlan], head_dim: int, rope: Rope | None = None) -> None:
         # A side that holds one token costs nothing and owns the same matrices.
-        side = LayerSide(plans, head_dim, sinks=1, window=0, n_ctx=1, dtype=torch.float32)
-        self.t, self.t_inverse, self.offset = side.t, side.t_inverse, side.offset
-        self.to_queries, self.from_sum = side.to_queries, side.from_sum
+        side = LayerSide(plans, head_dim, sinks=1, window=0, n_ctx=1, dtype=torch.float32, rope=rope)
+        self.t, self.t_inverse, self.offset, self.rotating = side.t, side.t_inverse, side.offset, side.rotating
+        self.to_queries, self.from_sum, self.rope = side.to_queries, side.from_sum, rope
 
-    def to_stored(self, x: Tensor) -> Tensor:
-        """`T (x - offset)` for x [n_head, n, d]."""
+    def to_stored(self, x: Tensor, first: int) -> Tensor:
+        """`T (x - offset)` for x [n_head, n, d], the tokens from position `first` on."""
+        if self.rotating is not None and self.rope is not None:
+            angles = self.rope.angles(first + x.shape[1], x.dtype)[first:]
+            x = x - turned_offset(self.rotating, angles, self.rope.style)
         if self.offset is not None:
             x = x - self.offset[:, None, :]
         return x if self.t is None else x @ self.t.transpose(-1, -2)
+
+    def rotating_offset(self, n_ctx: int) -> RotatingOffset | None:
+        """What the compiled attention needs to know of a rotating offset, for `n_ctx` positions."""
+        if self.rotating is None or self.rope is None:
+            return None
+        rope = self.rope
+        return RotatingOffset(self.rotating, rope.angles(n_ctx, torch.float32), rope.fine_angles(PAGE), rope.style)
 
 
 class CpuKVCache(KVCache):
     """A packed cache for `n_ctx` tokens, read by compiled kernels. What it computes is what `KVCache` computes.
 
     n_head: query heads per layer.  scales: what scores are multiplied by, per layer.  work: threads and working memory,
-    which several caches may share as long as they are not used at the same time.
+    which several caches may share as long as they are not used at the same time.  rope_of: as `KVCache`.
     """
 
     def __init__(
-        self, plan: CachePlan, n_ctx: int, *, n_head: Sequence[int], scales: Sequence[float], work: Workspace
+        self,
+        plan: CachePlan,
+        n_ctx: int,
+        *,
+        n_head: Sequence[int],
+        scales: Sequence[float],
+        work: Workspace,
+        rope_of: Callable[[int], Rope] | None = None,
     ) -> None:
         if n_ctx < 1:
             raise KvError(f"the context must hold at least one token, not {n_ctx}; give a larger -c")
@@ -54,6 +78,7 @@ class CpuKVCache(KVCache):
         self.paged: list[PagedLayer] = []
         self.maps: list[tuple[SideMaps, SideMaps]] = []
         for il, (shape, k, v) in enumerate(zip(plan.geometry, plan.k, plan.v, strict=True)):
+            keys = SideMaps(k, shape.head_dim_k, None if rope_of is None else rope_of(il))
             self.paged.append(
                 PagedLayer(
                     LayerShape(n_head[il], shape.n_head_kv, shape.head_dim_k, shape.head_dim_v),
@@ -65,9 +90,10 @@ class CpuKVCache(KVCache):
                     scale=scales[il],
                     work=work,
                     turn=self.turn,
+                    offset=keys.rotating_offset(n_ctx),
                 )
             )
-            self.maps.append((SideMaps(k, shape.head_dim_k), SideMaps(v, shape.head_dim_v)))
+            self.maps.append((keys, SideMaps(v, shape.head_dim_v)))
         self.layers = [(layer.k, layer.v) for layer in self.paged]  # type: ignore[misc]
         #: Layers by the block of the side whose packed tokens are counted.
         self._counted = Counter(side.block for side in map(_counted_side, self.paged) if side is not None)
@@ -78,7 +104,8 @@ class CpuKVCache(KVCache):
         self.check_room(n)
         keys, values = self.maps[il]
         self.work.begin(n_before, n, self.turn)
-        out = self.paged[il](keys.to_queries(q), keys.to_stored(k), values.to_stored(v))
+        stored_k, stored_v = keys.to_stored(k, n_before), values.to_stored(v, n_before)
+        out = self.paged[il](keys.to_queries(q), stored_k, stored_v, None if keys.rotating is None else q)
         self.check_numbers()
         side = _counted_side(self.paged[il])
         self._count(n, [] if side is None else [(side.block, 1)], 1)

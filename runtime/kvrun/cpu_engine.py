@@ -100,8 +100,6 @@ class CpuEngine(Engine):
     @staticmethod
     def check_plan(plan: CachePlan) -> None:
         """Raise KvError where a plan holds what the compiled attention cannot read."""
-        if plan.rotates:
-            raise KvError("the CPU engine does not read keys with a rotating offset; use --engine reference")
         specs = (head.spec for layer in (*plan.k, *plan.v) for head in layer)
         other = next((spec.code for spec in specs if spec.code != "uniform"), None)
         if other is not None:
@@ -112,7 +110,8 @@ class CpuEngine(Engine):
         self.check_plan(plan)
         layers = range(self.model.config.n_layer)
         scales = [self.model.attention_scale(il) for il in layers]
-        return CpuKVCache(plan, n_ctx, n_head=self.model.config.n_head, scales=scales, work=self.work)
+        shared = {"scales": scales, "work": self.work, "rope_of": self.model.rope_of}
+        return CpuKVCache(plan, n_ctx, n_head=self.model.config.n_head, **shared)  # type: ignore[arg-type]
 
     def forward(self, tokens: Sequence[int], cache: KVCache, *, logits: Wanted = "last") -> Tensor:
         """As `Engine.forward`."""
@@ -211,7 +210,7 @@ class CacheGraphs:
 
     def __init__(self, engine: CpuEngine, cache: CpuKVCache) -> None:
         self.engine, self.cache = engine, cache
-        self.memory = Memory(engine.backend, 5 * len(cache.paged))
+        self.memory = Memory(engine.backend, 6 * len(cache.paged))
         self.maps = [LayerMaps.of(self.memory, k, v) for k, v in cache.maps]
         self._by_n: OrderedDict[int, list[Stage]] = OrderedDict()
 

@@ -26,7 +26,8 @@ NODES_PER_LAYER = 64
 class LayerMaps:
     """The transforms of one layer as ggml tensors, each None where it is the identity.
 
-    k: `T`, v: `T`, q: `T^-T` of the keys, o: `T^-1` of the values; ggml [d, d, n_kv].  offset: [d, n_kv].
+    k: `T`, v: `T`, q: `T^-T` of the keys, o: `T^-1` of the values; ggml [d, d, n_kv].
+    offset, rotating: of keys after and before RoPE, ggml [d, 1, n_kv].
     """
 
     k: int | None = None
@@ -34,6 +35,7 @@ class LayerMaps:
     q: int | None = None
     o: int | None = None
     offset: int | None = None
+    rotating: int | None = None
 
     @classmethod
     def of(cls, memory: Memory, keys: SideMaps, values: SideMaps) -> LayerMaps:
@@ -48,6 +50,7 @@ class LayerMaps:
             q=tensor(None if keys.t_inverse is None else keys.t_inverse.transpose(1, 2)),
             o=tensor(values.t_inverse),
             offset=tensor(None if keys.offset is None else keys.offset[:, None, :]),
+            rotating=tensor(None if keys.rotating is None else keys.rotating[:, None, :]),
         )
 
 
@@ -93,13 +96,17 @@ class LlamaGraph:
         """Layer `il` for `n` tokens.  x: ggml [n_embd, n].
 
         layer, call: the cache's steps and what they are called with.  Returns the layer's result and where the
-        steps find `q`, `k`, `v` and `out`: (tensor, bytes between heads, bytes between tokens).
+        steps find `q`, `k`, `v`, `out` and, for rotating offsets, `raw`: (tensor, bytes between heads, bytes between
+        tokens).
         """
         c, shape, name = self.config, layer.shape, f"blk.{il}."
         h = self._norm(g, x, f"{name}attn_norm.weight")
         q = g.op("reshape_3d", self._linear(g, h, f"{name}attn_q"), shape.d_k, shape.n_head, n)
         k = g.op("reshape_3d", self._linear(g, h, f"{name}attn_k"), shape.d_k, shape.n_kv, n)
         v = g.op("reshape_3d", self._linear(g, h, f"{name}attn_v"), shape.d_v, shape.n_kv, n)
+        if maps.rotating is not None:
+            # RoPE is linear: what is taken away before it has turned with the key after it.
+            k = g.op("sub", k, g.op("reshape_3d", maps.rotating, shape.d_k, shape.n_kv, 1))
         q, k = self._rope(g, q, positions), self._rope(g, k, positions)
         if maps.offset is not None:
             k = g.op("sub", k, g.op("reshape_3d", maps.offset, shape.d_k, shape.n_kv, 1))
@@ -108,10 +115,13 @@ class LlamaGraph:
             "k": self._mapped(g, k, maps.k, shape.d_k, shape.n_kv, n),
             "v": self._mapped(g, v, maps.v, shape.d_v, shape.n_kv, n),
         }
+        if maps.rotating is not None:
+            places["raw"] = q, 4 * shape.d_k, 4 * shape.d_k * shape.n_head
         sources = {which: place[0] for which, place in places.items()}
         appended = g.custom([1], [sources["k"], sources["v"]], layer.append.address, call)
         out_shape = [shape.d_v, shape.n_head, n] if maps.o is None else [shape.d_v, n, shape.n_head]
-        part = g.custom(out_shape, [sources["q"], appended], layer.attend.address, call)
+        queries = [sources["q"], *([sources["raw"]] if "raw" in sources else [])]
+        part = g.custom(out_shape, [*queries, appended], layer.attend.address, call)
         o = g.custom([], [appended], layer.combine.address, call, inplace=part)
         row = 4 * shape.d_v
         places["out"] = (part, row, row * shape.n_head) if maps.o is None else (part, row * n, row)

@@ -120,6 +120,12 @@ class Rope:
                 self._angles = (torch.cat((angles.cos(), angles.sin()), -1) * self.magnitude).to(dtype)
         return self._angles[:n]
 
+    def fine_angles(self, n: int) -> Tensor:
+        """Cosines, then sines, of the angles at positions 0 to n - 1 without `magnitude`: float32 [n_rot, n]."""
+        with torch.inference_mode(False):
+            angles = torch.outer(self._frequencies, torch.arange(n, dtype=torch.float64))
+            return torch.cat((angles.cos(), angles.sin())).float()
+
     def _rotate(self, x: Tensor, table: tuple[Tensor, ...]) -> Tensor:
         if self.style == "interleaved":  # a pair is one complex number
             pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))

@@ -120,6 +120,32 @@ def test_transforms_on_both_axes(tiny_model: Tiny) -> None:
             assert divergence(logits_of(CpuEngine(model, n_threads=3), p, tokens, sizes), want) < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("arch", "options"),
+    [("qwen2", {"n_layer": 3}), ("llama", {"head_dim": 80, "n_head": 6, "n_head_kv": 3}), ("llama", {"yarn_from": 64})],
+)
+def test_rotating_offsets_beside_others(tiny_model: Tiny, arch: str, options: dict) -> None:
+    """Head 0 with a rotating offset and an order, head 1 with a constant one, layer 1 with neither."""
+    model = load_model(tiny_model(arch, **options))
+    tokens = tokens_for(model, 150)
+    d = model.config.geometry[0].head_dim_k
+    rng = np.random.default_rng(4)
+    turns = HeadTransform(rng.permutation(d).astype(np.uint16), 8, None, rng.normal(0, 2, d).astype(np.float32), True)
+    still = HeadTransform(offset=rng.normal(0, 2, d).astype(np.float32))
+    # In f16 no code can flip, so the bound can be tight; with four bits a few do.
+    for name, limit in (("f16", 1e-7), ("kv4", 5e-4)):
+        plan = plan_for(model.config.geometry, name, name, recipe=None, sinks=3, window=10)
+        layers = list(plan.k)
+        for il in (0, 2) if len(layers) > 2 else (0,):
+            heads = layers[il]
+            layers[il] = (replace(heads[0], transform=turns), replace(heads[1], transform=still), *heads[2:])
+        plan = replace(plan, k=tuple(layers))
+        want = logits_of(Engine(model), plan, tokens, [150])
+        for sizes in ([150], [50, 1, 1, 98]):
+            for n_threads in (1, 3):
+                assert divergence(logits_of(CpuEngine(model, n_threads=n_threads), plan, tokens, sizes), want) < limit
+
+
 def test_a_chunk_longer_than_a_pass(tiny_model: Tiny) -> None:
     model = load_model(tiny_model("llama"))
     n = MAX_CHUNK + 70

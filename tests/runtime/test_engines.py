@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvkernels.spec import QuantSpec
 from kvrun import console
 from kvrun.cache_types import plan_for
 from kvrun.cli import app
@@ -18,7 +19,7 @@ from kvrun.engines import ENGINE_NAMES, choose_engine
 from kvrun.errors import KvError
 from kvrun.ggml import GgmlError
 from kvrun.models import load_model
-from kvrun.plan import HeadTransform
+from kvrun.plan import HeadPlan
 
 Tiny = Callable[..., Path]
 PROSE = "It was the best of times, it was the worst of times, and the children went home with their mothers. " * 8
@@ -87,14 +88,13 @@ def test_what_is_missing_is_said_and_an_explicit_choice_is_an_error(
 def test_a_plan_that_the_fast_engine_cannot_read(tiny_model: Tiny) -> None:
     model = load_model(tiny_model("llama"))
     plan = plan_for(model.config.geometry, "kv4", "kv4", recipe=None)
-    turned = HeadTransform(offset=np.ones(model.config.head_dim_k, np.float32), rotating=True)
-    rotates = replace(plan, k=tuple((replace(heads[0], transform=turned), *heads[1:]) for heads in plan.k))
+    blocks = replace(plan, k=tuple(tuple(HeadPlan(QuantSpec(8, 32, code="q8_0")) for _ in heads) for heads in plan.k))
     assert choose_engine("auto", model, plan=plan, n_threads=1)[0].name == "cpu"
-    engine, why = choose_engine("auto", model, plan=rotates, n_threads=1)
-    assert engine.name == "reference" and "rotating offset" in why
-    assert engine.forward([1, 2, 3], engine.new_cache(rotates, 8)).isfinite().all()
-    with pytest.raises(KvError, match="rotating offset; use --engine reference"):
-        choose_engine("cpu", model, plan=rotates)
+    engine, why = choose_engine("auto", model, plan=blocks, n_threads=1)
+    assert engine.name == "reference" and "q8_0 blocks" in why
+    assert engine.forward([1, 2, 3], engine.new_cache(blocks, 8)).isfinite().all()
+    with pytest.raises(KvError, match="q8_0 blocks; use --engine reference"):
+        choose_engine("cpu", model, plan=blocks)
 
 
 def test_head_sizes_that_the_kernels_do_not_take(tiny_model: Tiny) -> None:

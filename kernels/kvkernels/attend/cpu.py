@@ -21,7 +21,9 @@ from ..quantize.cpu import SideName
 from ..spec import QuantSpec
 from .cpu_call import CALL, HEAD, STEP
 from .cpu_core import core_function
-from .cpu_ops import append_op, attend_op, combine_op, max_parts, work_layout
+from .cpu_offset import RotatingOffset
+from .cpu_ops import append_op, attend_op, work_layout
+from .cpu_split import combine_op, max_parts
 from .cpu_tiles import load_function
 
 _OP = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p)
@@ -221,8 +223,10 @@ class PagedLayer:
         scale: float,
         work: Workspace,
         turn: Turn,
+        offset: RotatingOffset | None = None,
     ) -> None:
-        self.shape, self.work = shape, work
+        self.shape, self.work, self.offset = shape, work, offset
+        n_rot = 0 if offset is None else offset.n_rot
         sides = []
         for side, (specs, clips), d in (("k", k, shape.d_k), ("v", v, shape.d_v)):
             block = max(spec.block for spec in specs)
@@ -233,9 +237,10 @@ class PagedLayer:
             sides.append(PagedSide(side, specs, clips, d, **limits, tail=tail, turn=turn))  # type: ignore[arg-type]
         self.k, self.v = sides
         self.append = append_op(shape.d_k, shape.d_v)
-        self.attend = attend_op(shape.d_k, shape.d_v, shape.block_rows, shape.max_rows)
+        style = "neox" if offset is None else offset.style
+        self.attend = attend_op(shape.d_k, shape.d_v, shape.block_rows, shape.max_rows, n_rot, style)
         self.combine = combine_op(shape.d_v)
-        layout = work_layout(shape.d_k, shape.d_v, shape.max_rows)
+        layout = work_layout(shape.d_k, shape.d_v, shape.max_rows, n_rot)
         part_bytes = shape.chunk * shape.group * 4 * (shape.d_v + 2)
         self.call = np.zeros(len(CALL), np.int64)
         set_fields(
@@ -260,6 +265,18 @@ class PagedLayer:
             parts=work.shared("parts", max_parts(work.n_threads) * part_bytes).ctypes.data,
             scale=float_bits(scale * math.log2(math.e)),
         )
+        if offset is not None:
+            self._add_offset(offset, n_ctx)
+
+    def _add_offset(self, offset: RotatingOffset, n_ctx: int) -> None:
+        if len(offset.angles) < n_ctx or offset.n_rot > self.shape.d_k:
+            raise ValueError("the table of angles must reach over the context and fit the head")
+        self._means = offset.means()  # what the rows point to
+        for row, mean in zip(self.k.heads, self._means, strict=True):
+            set_fields(row, HEAD, mean=0 if mean is None else mean.ctypes.data)
+        core = core_function(self.shape.d_k + offset.n_rot, self.shape.d_v, self.shape.block_rows)
+        tables = {"angles": offset.angles.data_ptr(), "fine": offset.fine.data_ptr()}
+        set_fields(self.call, CALL, core_turned=core.address, **tables)
 
     @property
     def n_bytes(self) -> int:
@@ -267,17 +284,24 @@ class PagedLayer:
         return self.k.n_bytes + self.v.n_bytes
 
     def connect(self, name: str, address: int, head_bytes: int, token_bytes: int) -> None:
-        """Say where `q`, `k`, `v` or `out` lies (float32) and how far apart its heads and tokens are."""
+        """Say where `q`, `k`, `v`, `raw` or `out` lies (float32) and how far apart its heads and tokens are."""
         values = {name: address, f"{name}_head": head_bytes, f"{name}_token": token_bytes}
         set_fields(self.call, CALL, **values)
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, raw: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Append and attend, on the workspace's threads, after `Workspace.begin`.
 
         q: float32 [n_head, n, d_k].  k: [n_kv, n, d_k].  v: [n_kv, n, d_v].  Returns [n_head, n, d_v].
+        raw: queries before the keys' transform, as q; needed where keys have a rotating offset.
         """
+        if (raw is None) != (self.offset is None):
+            raise ValueError("queries before the transform are given where keys have a rotating offset, and only there")
         out = torch.full((q.shape[0], q.shape[1], v.shape[2]), torch.nan)
         held = {"q": q.float(), "k": k.float(), "v": v.float(), "out": out}
+        if raw is not None:
+            held["raw"] = raw.float()
         for name, x in held.items():
             x = held[name] = x if x.stride(-1) == 1 else x.contiguous()
             self.connect(name, x.data_ptr(), 4 * x.stride(0), 4 * x.stride(1))

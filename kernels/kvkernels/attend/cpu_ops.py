@@ -1,9 +1,9 @@
-"""The three steps of attention on the CPU, each run by all threads, with a barrier between them.
+"""Two of the three steps of attention on the CPU, each run by all threads, with a barrier between them.
 
 `append` converts a chunk's keys and values to f16, packs what leaves the window and prepares what queries may see in
 full precision; `attend` works through units of (KV head, some queries, part of the context), taken from a shared
-counter; `combine` joins the parts of a context that was split. All three have the signature of ggml's custom
-operations, `op(tensor, thread, n_threads, call)`, and never look at the tensor.
+counter; `combine` (`cpu_split`) joins the parts of a context that was split. All three have the signature of ggml's
+custom operations, `op(tensor, thread, n_threads, call)`, and never look at the tensor.
 
 `call` is an array of int64, one per layer: see `cpu_call.CALL`. Heads are described by `HEAD`, what a step of the model
 changes by `STEP`, so that nothing per layer has to be written for a new token.
@@ -16,15 +16,12 @@ from dataclasses import dataclass
 from ..jit import F16, F32, I16, I32, I64, Emitter, Function, Val, compile_function, host_target, vec
 from ..pack.cpu import PAGE
 from ..quantize.cpu import SideName
+from ..rope_offset import RopeStyle
 from .cpu_call import CALL, HEAD, OP_ARGS, STEP, Fields, packed_end
 from .cpu_core import CORE_ARGS, NOTHING
+from .cpu_offset import write_pair_terms, write_turned
+from .cpu_split import plan_units
 from .cpu_tiles import LOAD_ARGS, UNPACK_ARGS, column_blocks
-
-#: A split makes about this many units per thread, so that threads that started late find less to do.
-UNITS_PER_THREAD = 2
-#: Tokens that are worth a unit of their own.
-MIN_SPLIT = 8 * PAGE
-
 
 # --- append
 
@@ -95,10 +92,13 @@ def _append_head(e: Emitter, call: Fields, side: SideName, index: Val, d: int) -
 class Work:
     """A thread's scratch memory, in bytes from its start.
 
+    q: float32 [max_rows, d_k + n_rot], or closer together where the head has no rotating offset.
+    terms: float32 [max_rows, n_rot], of a rotating offset.
     bounds: int32 arrays over the query rows, in the order of `BOUNDS`.
     """
 
     q: int
+    terms: int
     sums: int
     totals: int
     tops: int
@@ -113,46 +113,33 @@ class Work:
 BOUNDS = ("zero", "sinks", "k", "v", "min", "max", "end")
 
 
-def work_layout(d_k: int, d_v: int, max_rows: int) -> Work:
-    """Scratch memory for `max_rows` query rows."""
+def work_layout(d_k: int, d_v: int, max_rows: int, n_rot: int = 0) -> Work:
+    """Scratch memory for `max_rows` query rows; n_rot: channels that a rotating offset adds."""
     lanes = host_target().lanes
     places, at = [], 0
-    sizes = [max_rows * d_k, max_rows * d_v, max_rows * lanes, max_rows + 8]
-    sizes += [max_rows] * len(BOUNDS) + [d_k * PAGE, d_v * PAGE]
+    sizes = [max_rows * (d_k + n_rot), max_rows * n_rot, max_rows * d_v, max_rows * lanes, max_rows + 8]
+    sizes += [max_rows] * len(BOUNDS) + [(d_k + n_rot) * PAGE, d_v * PAGE]
     for size in sizes:
         places.append(at)
         at += -(-4 * size // 64) * 64
-    q, sums, totals, tops, *rest = places
-    return Work(q, sums, totals, tops, tuple(rest[: len(BOUNDS)]), rest[-2], rest[-1], at)
+    q, terms, sums, totals, tops, *rest = places
+    return Work(q, terms, sums, totals, tops, tuple(rest[: len(BOUNDS)]), rest[-2], rest[-1], at)
 
 
-def _plan_units(e: Emitter, call: Fields, n_threads: Val) -> tuple[Val, Val]:
-    """(groups of queries, parts of the context) of this step; every thread and operation comes to the same numbers."""
-    step = Fields(e, call.ptr("step"), STEP)
-    n, chunk = step.int("n"), call.int("chunk")
-    n_chunks = (n + chunk - 1) // chunk
-    wanted = n_threads.to(I64) * UNITS_PER_THREAD
-    units = call.int("n_kv") * n_chunks
-    most = e.smax((step.int("n_before") + n) // MIN_SPLIT, 1)
-    return n_chunks, e.smin((wanted + units - 1) // units, most)
+def attend_op(d_k: int, d_v: int, rows: int, max_rows: int, n_rot: int = 0, style: RopeStyle = "neox") -> Function:
+    """`attend`, for blocks of `rows` query rows and at most `max_rows` of them in a unit.
 
-
-def max_parts(n_threads: int) -> int:
-    """Partial results that a step may leave when its context is split."""
-    return 2 * n_threads * UNITS_PER_THREAD
-
-
-def attend_op(d_k: int, d_v: int, rows: int, max_rows: int) -> Function:
-    """`attend`, for blocks of `rows` query rows and at most `max_rows` of them in a unit."""
-    name = f"attend_{d_k}_{d_v}_{rows}"
+    n_rot: channels that RoPE turns, in the given style, where some head has a rotating offset; 0 where none has.
+    """
+    name = f"attend_{d_k}_{d_v}_{rows}" + (f"_{n_rot}" if n_rot else "")
 
     def write() -> str:
         e = Emitter(name, OP_ARGS)
         _, thread, n_threads, base = e.args
         call = Fields(e, base, CALL)
         work = call.ptr("work") + thread.to(I64) * call.int("work_bytes")
-        unit = _Unit(e, call, work, work_layout(d_k, d_v, max_rows), d_k, d_v, rows)
-        n_chunks, n_parts = _plan_units(e, call, n_threads)
+        unit = _Unit(e, call, work, work_layout(d_k, d_v, max_rows, n_rot), d_k, d_v, rows, n_rot, style)
+        n_chunks, n_parts = plan_units(e, call, n_threads)
         n_units = call.int("n_kv") * n_chunks * n_parts
         with e.repeat() as leave:
             index = e.atomic_add(call.ptr("counter"), 1)
@@ -160,15 +147,17 @@ def attend_op(d_k: int, d_v: int, rows: int, max_rows: int) -> Function:
             unit.run(index // (n_chunks * n_parts), index // n_parts % n_chunks, index % n_parts, n_parts, index)
         return e.finish()
 
-    return compile_function(name, (d_k, d_v, rows, max_rows), write)
+    return compile_function(name, (d_k, d_v, rows, max_rows, n_rot, style), write)
 
 
 class _Unit:
     """Writes the work on one unit: queries in, tile after tile through the core, results out."""
 
-    def __init__(self, e: Emitter, call: Fields, work: Val, at: Work, d_k: int, d_v: int, rows: int) -> None:
+    def __init__(
+        self, e: Emitter, call: Fields, work: Val, at: Work, d_k: int, d_v: int, rows: int, n_rot: int, style: RopeStyle
+    ) -> None:
         self.e, self.call, self.work, self.at = e, call, work, at
-        self.d_k, self.d_v, self.rows = d_k, d_v, rows
+        self.d_k, self.d_v, self.rows, self.n_rot, self.style = d_k, d_v, rows, n_rot, style
         self.step = Fields(e, call.ptr("step"), STEP)
         self.bounds = {name: work + place for name, place in zip(BOUNDS, at.bounds, strict=True)}
 
@@ -182,6 +171,13 @@ class _Unit:
         self.n_blocks = (n_rows + self.rows - 1) // self.rows
         self.k = Fields(e, call.ptr("heads_k") + kv * (8 * len(HEAD)), HEAD)
         self.v = Fields(e, call.ptr("heads_v") + kv * (8 * len(HEAD)), HEAD)
+        self.q_bytes = e.const(I64, 4 * self.d_k)
+        if self.n_rot:
+            self.plain = self.k.int("mean").eq(0)
+            self.q_bytes = self.plain.select(self.q_bytes, e.const(I64, 4 * (self.d_k + self.n_rot)))
+            with e.when(~self.plain):
+                fine = self.work + (self.at.tile_k + 4 * PAGE * self.d_k)
+                e.copy(fine, call.ptr("fine"), e.const(I64, 4 * PAGE * self.n_rot))
         self._take_queries(kv, n_rows)
         n_tiles = self._tiles(None, None)
         self._tiles(part * n_tiles // n_parts, (part + 1) * n_tiles // n_parts)
@@ -206,7 +202,13 @@ class _Unit:
             source = call.ptr("q") + (kv * group + row % group) * call.int("q_head") + token * call.int("q_token")
             for c, width in column_blocks(d):
                 x = e.load(vec(F32, width), source + 4 * c) * scale.splat(width)
-                e.store(x, self.work + (self.at.q + 4 * c) + i * (4 * d))
+                e.store(x, self.work + (self.at.q + 4 * c) + i * self.q_bytes)
+            if self.n_rot:
+                raw = call.ptr("raw") + (kv * group + row % group) * call.int("raw_head")
+                raw = raw + token * call.int("raw_token")
+                with e.when(~self.plain):
+                    to = self.work + self.at.terms + i * (4 * self.n_rot)
+                    write_pair_terms(e, raw, self.k.ptr("mean"), scale, to, self.n_rot, self.style)
             n = n_before + token + 1
             end_k, end_v = packed_end(e, n, call, "k"), packed_end(e, n, call, "v")
             seen = {
@@ -291,7 +293,20 @@ class _Unit:
         rows = [work + at.q, work + at.sums, work + at.totals, work + at.tops]
         args = [*rows, low, high, self.n_blocks, base, n_seen, work + at.tile_k, work + at.tile_v]
         assert [a.type for a in args] == list(CORE_ARGS)
-        self.e.call(self.call.int("core"), args)
+        core = self.call.int("core")
+        if self.n_rot:
+            with self.e.when(~self.plain):
+                self._turn(base)
+            core = self.plain.select(core, self.call.int("core_turned"))
+        self.e.call(core, args)
+
+    def _turn(self, base: Val) -> None:
+        """What a rotating offset adds to the queries, for the tile that begins at `base`."""
+        e, n_rot = self.e, self.n_rot
+        angles = self.call.ptr("angles") + base * (4 * n_rot)
+        with e.loop(0, self.n_blocks * self.rows) as i:
+            to = self.work + (self.at.q + 4 * self.d_k) + i * self.q_bytes
+            write_turned(e, self.work + self.at.terms + i * (4 * n_rot), angles, to, n_rot)
 
     def _total(self, row: Val) -> Val:
         lanes = host_target().lanes
@@ -318,51 +333,3 @@ class _Unit:
                 e.store(x, place + 4 * c)
             e.store(self._total(row), place + 4 * d)
             e.store(e.load(F32, self.work + self.at.tops + row * 4), place + (4 * d + 4))
-
-
-# --- combine
-
-
-def combine_op(d_v: int) -> Function:
-    """`combine`: a unit is one query head of one query; nothing to do where the context was not split."""
-    name = f"combine_{d_v}"
-
-    def write() -> str:
-        e = Emitter(name, OP_ARGS)
-        _, thread, n_threads, base = e.args
-        call = Fields(e, base, CALL)
-        step = Fields(e, call.ptr("step"), STEP)
-        n_chunks, n_parts = _plan_units(e, call, n_threads)
-        n_heads = call.int("n_kv") * call.int("group")
-        row = e.var(I64, thread.to(I64))
-        with e.when(n_parts > 1), e.repeat() as leave:
-            now = row.get()
-            leave(now >= step.int("n") * n_heads)
-            _combine_row(e, call, now // n_heads, now % n_heads, n_chunks, n_parts, d_v)
-            row.set(now + n_threads.to(I64))
-        return e.finish()
-
-    return compile_function(name, (d_v,), write)
-
-
-def _combine_row(e: Emitter, call: Fields, token: Val, head: Val, n_chunks: Val, n_parts: Val, d: int) -> None:
-    group, size = call.int("group"), call.int("chunk")
-    stride = size * group * (4 * (d + 2))
-    unit = (head // group * n_chunks + token // size) * n_parts
-    first = call.ptr("parts") + unit * stride + (token % size * group + head % group) * (4 * (d + 2))
-    top = e.var(F32, NOTHING)
-    with e.loop(0, n_parts) as i:
-        top.set(e.maximum(e.load(F32, first + i * stride + (4 * d + 4)), top.get()))
-    blocks = column_blocks(d)
-    sums = [e.var(vec(F32, width), 0.0) for _, width in blocks]
-    total = e.var(F32, 0.0)
-    with e.loop(0, n_parts) as i:
-        part = first + i * stride
-        factor = e.exp2(e.load(F32, part + (4 * d + 4)) - top.get())
-        total.set(e.fma(e.load(F32, part + 4 * d), factor, total.get()))
-        for (c, width), acc in zip(blocks, sums, strict=True):
-            acc.set(e.fma(e.load(vec(F32, width), part + 4 * c), factor.splat(width), acc.get()))
-    share = e.const(F32, 1.0) / total.get()
-    to = call.ptr("out") + head * call.int("out_head") + token * call.int("out_token")
-    for (c, width), acc in zip(blocks, sums, strict=True):
-        e.store(acc.get() * share.splat(width), to + 4 * c)
