@@ -71,3 +71,22 @@ def write(
         write_metadata_file(out, sidecar_metadata(recipe, model.get("general.name", "")), force=force)
         return
     rewrite(model, out, drop_prefix=PREFIX, add=recipe.to_metadata(), force=force, on_progress=on_progress)
+
+
+def write_stripped(model: GGUFFile, out: Path, *, force: bool, on_progress: Callable[..., None] | None = None) -> int:
+    """Write a copy of the model without its recipe; returns how many keys were left out.
+
+    Everything under `kvconv.` goes, also what a newer version or a damaged recipe left there. Raises KvError where
+    there is nothing to remove, or where the file is a recipe alone.
+    """
+    from kvrun.gguf_write import rewrite
+    from kvrun.recipe import SIDECAR_TYPE
+    from kvrun.recipe_format import PREFIX
+
+    if model.get("general.type") == SIDECAR_TYPE:
+        raise KvError(f"{model.path} is a recipe alone; delete it to be rid of it")
+    n_keys = sum(key.startswith(PREFIX) for key in model)
+    if not n_keys:
+        raise KvError(f"{model.path} holds no recipe; use it as it is")
+    rewrite(model, out, drop_prefix=PREFIX, add={}, force=force, on_progress=on_progress)
+    return n_keys
