@@ -223,13 +223,17 @@ def test_a_control_that_does_not_fail_condemns_the_table() -> None:
     assert "Control did not fail" in footnote([*good[:2], ours("kv1", 0.1, control=True)])
 
 
-def test_a_control_that_does_not_fail_is_said_on_stderr(
+def test_a_control_that_does_not_fail_is_an_error_after_the_table(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few(monkeypatch)
     monkeypatch.setattr(kvrun.compare, "CONTROL_FACTOR", 1e9)
-    assert compare(tiny, "-f", "text.txt", "-c", "64", "--chunks", "1", "-o", "json") == 0
-    assert "WARNING: control did not fail" in capsys.readouterr().err
+    assert compare(tiny, "-f", "text.txt", "-c", "64", "--chunks", "1", "-o", "json", "--report", "out") == 1
+    printed = capsys.readouterr()
+    errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "control did not fail" in errors[0] and "Traceback" not in printed.err
+    assert [row["type_k"] for row in json.loads(printed.out) if row["control"]] == ["kv1"], "the table is still there"
+    assert (Path("out") / "report.html").is_file()
 
 
 def test_a_table_of_failures_has_no_figures() -> None:

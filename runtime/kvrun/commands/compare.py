@@ -26,6 +26,7 @@ from kvrun.commands.common import (
     set_threads,
 )
 from kvrun.console import UsageError, note, printable, progress
+from kvrun.errors import MeasurementError
 from kvrun.tables import OutputFormat, print_rows
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def compare(
     """Every cache type on the same text: ours, the recipe, and llama.cpp's with its rotation on and off.
 
     Each row is measured against the f16 cache of its own engine. Without -f the text is the documentation inside
-    Python's library; 3 windows are enough to tell rows apart that differ by a factor of 1.5.
+    Python's library; 3 windows are enough to tell rows apart that differ by a factor of 1.5. When the control (1-bit
+    keys) does not fail, the table is still written and the exit status is 1.
     """
     path = choose_model(model_argument, model)
     set_threads(threads)
@@ -126,7 +128,7 @@ def compare(
         note(f"wrote {', '.join(printable(str(path)) for path in written)}", style="dim")
     complaint = control_complaint(rows)
     if complaint:
-        note(f"WARNING: {complaint}", style="bold red")
+        raise MeasurementError(complaint)
 
 
 class _Reporter:
