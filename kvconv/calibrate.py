@@ -43,7 +43,7 @@ class Settings:
     group: values per scale; None tries 32, 64 and the head, and takes 64 or what divides the head at a fixed width.
     sinks, window, chunk_tokens, n_ctx: tokens.  n_ctx: positions to place chunks over; 0 is what the model was trained
     for, None is that but at most 4096.  objective: a name of `objective.OBJECTIVES`.
-    rotating: whether keys are offered the rotating offset too, which only the reference engine reads.
+    rotating: whether keys are offered the rotating offset too.
     """
 
     bits: float = DEFAULT_BITS
@@ -53,12 +53,12 @@ class Settings:
     group: int | None = None
     sinks: int = 4
     window: int = 32
-    n_chunks: int = 8
+    n_chunks: int = 16
     chunk_tokens: int = 512
     n_ctx: int | None = None
     seed: int = 0
     objective: str = "fisher"
-    rotating: bool = False
+    rotating: bool = True
 
     def check(self, geometry: Sequence[LayerGeometry]) -> None:
         """Raise KvError where a layer's heads cannot be stored as wanted."""

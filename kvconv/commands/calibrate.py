@@ -56,7 +56,7 @@ BitsOption = Annotated[
     typer.Option(
         "--bits", metavar="X", min=2, max=16,
         help="Bits per value of the whole cache, with scales and minima, such as 3.2: spread over layers, heads, keys "
-        "and values by what they gain. If left out, every head gets codes of 4 bits.",
+        "and values by what they gain. If left out, 4.5, as many as llama.cpp's q4_0 takes.",
         show_default=False,
     ),
 ]  # fmt: skip
@@ -103,12 +103,11 @@ SeedOption = Annotated[
     ),
 ]
 ObjectiveOption = Annotated[
-    ObjectiveName | None,
+    ObjectiveName,
     typer.Option(
         "--objective",
-        show_default=False,
         help="What is made small: plain error, error as queries and the output projection see it, or the divergence "
-        "from the f16 cache that the error is expected to cause. If left out: fisher with --bits, else roundtrip.",
+        "from the f16 cache that the error is expected to cause.",
     ),
 ]
 
@@ -126,11 +125,11 @@ def calibrate(
     group: GroupOption = None,
     sinks: SinksOption = 4,
     window: WindowOption = 32,
-    chunks: ChunksOption = 8,
+    chunks: ChunksOption = 16,
     chunk_tokens: ChunkTokensOption = 512,
     ctx_size: ContextOption = None,
     seed: SeedOption = 0,
-    objective: ObjectiveOption = None,
+    objective: ObjectiveOption = ObjectiveName.fisher,
     threads: ThreadsOption = None,
 ) -> None:
     """Find how each head of a model's KV cache is best quantized, and store that as a recipe.
@@ -168,8 +167,8 @@ def calibrate(
     settings = Settings(
         bits=DEFAULT_BITS if bits is None else bits,
         shared=bits is not None,
-        bits_k=k_bits or (4 if bits is None else None),
-        bits_v=v_bits or (4 if bits is None else None),
+        bits_k=k_bits,
+        bits_v=v_bits,
         group=group,
         sinks=sinks,
         window=window,
@@ -177,7 +176,7 @@ def calibrate(
         chunk_tokens=chunk_tokens,
         n_ctx=ctx_size,
         seed=seed,
-        objective=(objective or (ObjectiveName.roundtrip if bits is None else ObjectiveName.fisher)).value,
+        objective=objective.value,
     )
     settings.check(loaded.config.geometry)
     text = read_text(files or [])

@@ -33,6 +33,7 @@ LLAMA_SETTINGS = (
 #: The control must be worse than every other row of ours by this factor in mean KL divergence.
 CONTROL_FACTOR = 2.0
 
+OTHER_READS = "the recipe was made for {} sinks and a window of {}"
 SAME_TEXT = "the recipe was calibrated on the measured text, so its figures flatter it"
 
 
@@ -101,10 +102,24 @@ def compare(
         on_window=lambda done, _: on_progress(Progress(what, done, len(windows))),
     )
     for setting, run in zip(settings, runs, strict=True):
-        note = SAME_TEXT if setting.plan.recipe and text.was_used_by(recipe) else ""
+        note = _note(setting.plan, recipe, text)
         yield run.row(model=path.name, text=text, n_threads=n_threads, note=note, control=setting.control)
     for llama in LLAMA_SETTINGS if llama_settings is None else llama_settings:
         yield _llama_row(engine, windows, text, llama, n_threads, on_progress)
+
+
+def _note(plan: CachePlan, recipe: Recipe | None, text: MeasuredText) -> str:
+    """What has to be known to read a recipe's row; empty for the others.
+
+    Gradients are those of packed reads: a recipe that was made for a window knows nothing of what errors in the latest
+    tokens do.
+    """
+    if recipe is None or not plan.recipe:
+        return ""
+    notes = [SAME_TEXT] if text.was_used_by(recipe) else []
+    if (plan.sinks, plan.window) != (recipe.sinks, recipe.window):
+        notes.append(OTHER_READS.format(recipe.sinks, recipe.window))
+    return "; ".join(notes)
 
 
 def _llama_row(

@@ -25,7 +25,7 @@ def test_our_four_bits_are_no_worse_than_llama_cpps_at_no_more_bits(smollm2: Pat
     """Without sinks and window, which llama.cpp does not have; each against its own f16 cache, on the same tokens."""
     made = tmp_path / "recipe.gguf"
     argv = ["calibrate", str(smollm2), "--sidecar", "-o", str(made), "--chunks", "4", "--chunk-tokens", "384"]
-    assert exit_status(app, argv, prog="kvconv") == 0
+    assert exit_status(app, [*argv, "--sinks", "0", "--window", "0"], prog="kvconv") == 0
     recipe = Recipe.from_metadata(GGUFFile(made))
     text = default_text()
     assert not text.was_used_by(recipe)
