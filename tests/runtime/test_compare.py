@@ -149,7 +149,22 @@ def test_measuring_on_the_calibration_text_is_said_loudly(
     assert compare(*common) == 0
     printed = capsys.readouterr()
     assert "WARNING" not in printed.err
-    assert not any(row["note"] for row in json.loads(printed.out))
+    rows = json.loads(printed.out)
+    assert not any("calibrated on the measured text" in row["note"] for row in rows)
+
+
+def test_a_recipe_that_is_read_without_its_window_is_named_as_such(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few(monkeypatch)
+    recipe = make_recipe(tiny, b"another text")
+    assert recipe.sinks or recipe.window
+    write_metadata_file(Path("same.gguf"), recipe.to_metadata())
+    argv = (tiny, "-f", "text.txt", "-c", "64", "--chunks", "1", "-o", "json")
+    assert compare(*argv, "--recipe", "same.gguf") == 0
+    notes = {(row["type_k"], row["sinks"], row["window"]): row["note"] for row in json.loads(capsys.readouterr().out)}
+    assert notes["auto", recipe.sinks, recipe.window] == "" == notes["kv4", 0, 0]
+    assert f"made for {recipe.sinks} sinks and a window of {recipe.window}" in notes["auto", 0, 0]
 
 
 def test_without_a_recipe_its_rows_are_missing_and_that_is_said(
