@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvkernels.transform import hadamard_block
 from kvrun import llamacpp
 from kvrun.cache_types import CONTROL_TYPE, plan_for
-from kvrun.evaluation.perplexity import run_plans
+from kvrun.evaluation.bootstrap import paired_difference
+from kvrun.evaluation.perplexity import Run, run_plans
 from kvrun.evaluation.texts import MeasuredText
 from kvrun.evaluation.windows import Windows
 from kvrun.llamacpp import LlamaSetting
-from kvrun.plan import CachePlan, LayerGeometry
+from kvrun.plan import CachePlan, HeadPlan, HeadTransform, LayerGeometry
 from kvrun.results import ResultRow
 
 if TYPE_CHECKING:
@@ -29,6 +31,9 @@ LLAMA_SETTINGS = (
     LlamaSetting("f16", "f16"),
     *(LlamaSetting(t, t, rotate) for t in ("q8_0", "q5_1", "q4_1", "q4_0", "iq4_nl") for rotate in (True, False)),
 )
+
+#: What our rows are paired with: 4 bits, heads as they come.
+BASELINE = "kv4"
 
 #: The control must be worse than every other row of ours by this factor in mean KL divergence.
 CONTROL_FACTOR = 2.0
@@ -46,20 +51,36 @@ class Setting:
 
 
 def our_settings(geometry: Sequence[LayerGeometry], recipe: Recipe | None) -> list[Setting]:
-    """f16, identity 4-bit, the recipe, and the control.
+    """f16, 4 bits with heads as they come, the same rotated by a Hadamard matrix, the recipe, and the control.
 
     What quantizes stands there twice, with and without sinks and window: llama.cpp has none, and a window alone can
     hide what a quantizer does.
     """
     f16 = plan_for(geometry, "f16", "f16", recipe=None)
-    plans = [f16, plan_for(geometry, "kv4", "kv4", recipe=None)]
-    plans.append(plan_for(geometry, "kv4", "kv4", recipe=None, sinks=0, window=0))
+    identity = [plan_for(geometry, BASELINE, BASELINE, recipe=None)]
+    identity.append(plan_for(geometry, BASELINE, BASELINE, recipe=None, sinks=0, window=0))
+    plans = [f16, *identity, *map(hadamard, identity)]
     if recipe is not None:
         plans.append(plan_for(geometry, "auto", "auto", recipe=recipe))
         if recipe.sinks or recipe.window:
             plans.append(plan_for(geometry, "auto", "auto", recipe=recipe, sinks=0, window=0))
     control = plan_for(geometry, CONTROL_TYPE, "f16", recipe=None, sinks=0, window=0)
     return [*(Setting(plan) for plan in plans), Setting(control, control=True)]
+
+
+def hadamard(plan: CachePlan) -> CachePlan:
+    """The plan with keys and values rotated by the largest Hadamard matrix that divides the head, as QuaRot does."""
+
+    def rotated(head: HeadPlan, dim: int) -> HeadPlan:
+        block = hadamard_block(dim)
+        return replace(head, transform=HeadTransform(hadamard=block)) if block > 1 else head
+
+    shapes = plan.geometry
+    return replace(
+        plan,
+        k=tuple(tuple(rotated(h, g.head_dim_k) for h in layer) for layer, g in zip(plan.k, shapes, strict=True)),
+        v=tuple(tuple(rotated(h, g.head_dim_v) for h in layer) for layer, g in zip(plan.v, shapes, strict=True)),
+    )
 
 
 @dataclass(frozen=True)
@@ -103,9 +124,31 @@ def compare(
     )
     for setting, run in zip(settings, runs, strict=True):
         note = _note(setting.plan, recipe, text)
-        yield run.row(model=path.name, text=text, n_threads=n_threads, note=note, control=setting.control)
+        row = run.row(model=path.name, text=text, n_threads=n_threads, note=note, control=setting.control)
+        yield row if row.error or setting.control else _paired(row, run, runs)
     for llama in LLAMA_SETTINGS if llama_settings is None else llama_settings:
         yield _llama_row(engine, windows, text, llama, n_threads, on_progress)
+
+
+def _paired(row: ResultRow, run: Run, runs: Sequence[Run]) -> ResultRow:
+    """The row with its difference from the baseline that keeps as much in full precision, where there is one."""
+    for other in runs:
+        plan = other.plan
+        same = (plan.type_k, plan.type_v, plan.sinks, plan.window) == (BASELINE, BASELINE, row.sinks, row.window)
+        if not same or other.failure is not None:
+            continue
+        # The baseline is the first of its kind; what comes before it or is it has nothing to be paired with.
+        found = None if other is run or not run.plan.quantizes else paired_difference(run.scores.kld, other.scores.kld)
+        if found is None:
+            return row
+        return replace(
+            row,
+            baseline=BASELINE,
+            kld_difference=found.mean,
+            kld_difference_low=found.low,
+            kld_difference_high=found.high,
+        )
+    return row
 
 
 def _note(plan: CachePlan, recipe: Recipe | None, text: MeasuredText) -> str:

@@ -20,6 +20,7 @@ COLUMNS = (
     Column("kld_mean", "KLD mean", ".4f"),
     Column("kld_mean_se", "±", ".4f"),
     Column("kld_p99", "KLD p99", ".4f"),
+    Column("rms_dp_percent", "RMS Δp %", ".2f"),
     Column("same_top_percent", "same top %", ".2f"),
     Column("tokens_per_s", "tokens/s", ".0f"),
     Column("remark", "", empty=""),
@@ -40,6 +41,7 @@ def table_row(row: ResultRow) -> dict[str, Any]:
         "cache": cache,
         "kept": kept,
         "kv_mib": None if row.kv_bytes is None else row.kv_bytes / 2**20,
+        "rms_dp_percent": None if row.rms_dp is None else 100 * row.rms_dp,
         "same_top_percent": None if row.same_top is None else 100 * row.same_top,
         "remark": "; ".join(remark for remark in remarks if remark),
     }
@@ -59,7 +61,7 @@ def footnote(rows: Sequence[ResultRow]) -> str:
         f"{measured.model} on {measured.text} (sha256 {measured.text_sha256[:12]}), {measured.n_scored} scored "
         f"positions: the second half of each window of {measured.n_ctx} tokens, as llama-perplexity does it.",
         "KLD: divergence in nats per token from the f16 cache of the same engine; same top: share of positions with "
-        "that cache's most probable token.",
+        "that cache's most probable token; RMS Δp: root mean square of the change in the right token's probability.",
         "Bits and MiB are what is allocated for the context, divided by the keys and values it has room for: codes, "
         "scales, minima, full-precision sinks and window all counted.",
         "tokens/s: evaluation of the windows with this cache alone, "
@@ -67,9 +69,25 @@ def footnote(rows: Sequence[ResultRow]) -> str:
         + ".",
     ]
     lines += _about_llama_cpp([row for row in rows if row.engine == "llama.cpp"])
+    lines += [_verdict(row) for row in rows if row.kld_difference is not None]
     complaint = control_complaint(rows)
     lines.append(f"{complaint[0].upper()}{complaint[1:]}." if complaint else "The control failed, as it must.")
     return "\n".join(lines) + "\n"
+
+
+def _verdict(row: ResultRow) -> str:
+    """What the paired bootstrap says of a row and its baseline."""
+    assert row.kld_difference is not None
+    assert row.kld_difference_low is not None and row.kld_difference_high is not None
+    low, high = row.kld_difference_low, row.kld_difference_high
+    cells = table_row(row)
+    name = cells["cache"] + (" rotated" if row.rotation != "off" and not row.recipe else "")
+    kept = f"{cells['kept']} in full precision" if row.sinks or row.window else "nothing in full precision"
+    verdict = "not distinguishable" if low <= 0 <= high else "worse" if low > 0 else "better"
+    return (
+        f"{name} against {row.baseline}, {kept}: {verdict}, KLD {row.kld_difference:+.4f} "
+        f"(95 % {low:+.4f} to {high:+.4f}, paired bootstrap)."
+    )
 
 
 def _about_llama_cpp(rows: Sequence[ResultRow]) -> list[str]:

@@ -38,6 +38,9 @@ class ResultRow:
     model, text, text_sha256: what was measured, on what.
     note: a warning that belongs to the row, for example that the recipe was calibrated on the measured text.
     control: whether the row exists to fail: its figures must be far worse than all others.
+    rms_dp: root mean square of the change in the right token's probability, 0 to 1.
+    baseline: the row of the same engine that this one is paired with, empty for none.
+    kld_difference: mean KL divergence less the baseline's.  kld_difference_low, kld_difference_high: its 95 % interval.
     """
 
     engine: str
@@ -75,6 +78,11 @@ class ResultRow:
     text_sha256: str = ""
     note: str = ""
     control: bool = False
+    rms_dp: float | None = None
+    baseline: str = ""
+    kld_difference: float | None = None
+    kld_difference_low: float | None = None
+    kld_difference_high: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The row as plain types, in the order of the fields."""

@@ -83,6 +83,8 @@ def test_the_whole_table_as_json(tiny: Path, capsys: pytest.CaptureFixture[str])
         ("kvrun", "f16", "off", 0, 0),
         ("kvrun", "kv4", "off", 4, 32),
         ("kvrun", "kv4", "off", 0, 0),
+        ("kvrun", "kv4", "on", 4, 32),
+        ("kvrun", "kv4", "on", 0, 0),
         ("kvrun", "auto", "v", 4, 32),
         ("kvrun", "auto", "v", 0, 0),
         ("kvrun", "kv1", "off", 0, 0),
@@ -103,6 +105,14 @@ def test_the_whole_table_as_json(tiny: Path, capsys: pytest.CaptureFixture[str])
         assert row["text_sha256"] == hashlib.sha256(PROSE.encode()).hexdigest() and row["model"] == "tiny.gguf"
         assert bool(row["recipe"]) == (row["type_k"] == "auto")
     assert [row["type_k"] for row in rows if row["control"]] == ["kv1"]
+    ours = {(r["type_k"], r["rotation"], r["window"]): r for r in rows if r["engine"] == "kvrun"}
+    paired = {key: row for key, row in ours.items() if row["baseline"]}
+    assert set(paired) == {(t, rotation, w) for t, rotation in (("kv4", "on"), ("auto", "v")) for w in (0, 32)}
+    for (_, _, window), row in paired.items():
+        difference = row["kld_mean"] - ours["kv4", "off", window]["kld_mean"]
+        assert row["kld_difference"] == pytest.approx(difference)
+        assert row["kld_difference_low"] <= difference <= row["kld_difference_high"]
+    assert all((row["rms_dp"] > 0) == (row["type_k"] != "f16") for row in rows)
     assert "q4_0" in printed.err and "Traceback" not in printed.err
 
 
@@ -112,7 +122,7 @@ def test_the_table_for_people(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsy
     out = capsys.readouterr().out
     lines = out.splitlines()
     table = [line for line in lines if line.startswith("|")]
-    assert len(table) == 2 + 6 + 2 and len({len(line) for line in table}) == 1
+    assert len(table) == 2 + 8 + 2 and len({len(line) for line in table}) == 1
     assert any("SIGABRT" in line for line in table), "the row that could not run says why"
     assert any("4 sinks + last 32" in line for line in table)
     assert "31 scored" in out and "f16 cache of the same engine" in out and "allocated" in out
@@ -129,7 +139,7 @@ def test_csv_and_jsonl_hold_the_same_rows(
     as_csv = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert compare(*common, "-o", "jsonl") == 0
     as_jsonl = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["type_k"] for row in as_csv] == [row["type_k"] for row in as_jsonl] == ["f16", "kv4", "kv4", "kv1"]
+    assert [row["type_k"] for row in as_csv] == [row["type_k"] for row in as_jsonl] == ["f16", *["kv4"] * 4, "kv1"]
     for one, other in zip(as_csv, as_jsonl, strict=True):
         assert float(one["ppl"]) == pytest.approx(other["ppl"])
         assert ResultRow.from_dict({**other, "a field of tomorrow": 1}).as_dict() == other
@@ -174,7 +184,7 @@ def test_without_a_recipe_its_rows_are_missing_and_that_is_said(
     Path("kvconv-tiny.gguf").unlink()
     assert compare(tiny, "-f", "text.txt", "-c", "64", "--chunks", "1", "-o", "json") == 0
     printed = capsys.readouterr()
-    assert [row["type_k"] for row in json.loads(printed.out)] == ["f16", "kv4", "kv4", "kv1"]
+    assert [row["type_k"] for row in json.loads(printed.out)] == ["f16", *["kv4"] * 4, "kv1"]
     assert "kvconv calibrate" in printed.err
 
 
@@ -264,8 +274,20 @@ def test_settings(tiny: Path) -> None:
         ("f16", "f16", 0, 0),
         ("kv4", "kv4", 4, 32),
         ("kv4", "kv4", 0, 0),
+        ("kv4", "kv4", 4, 32),
+        ("kv4", "kv4", 0, 0),
         ("auto", "auto", 4, 32),
         ("auto", "auto", 0, 0),
         ("kv1", "f16", 0, 0),
     ]
+    transforms = [{head.transform.name for side in (p.k, p.v) for layer in side for head in layer} for p in plans[1:5]]
+    assert transforms == [{"identity"}, {"identity"}, {"hadamard64"}, {"hadamard64"}]
     assert len(LLAMA_SETTINGS) == 11 and len(set(LLAMA_SETTINGS)) == 11
+
+
+def test_the_footnote_says_what_cannot_be_told_apart() -> None:
+    row = replace(ours("kv4", 0.1), type_v="kv4", rotation="on", sinks=0, window=0, baseline="kv4")
+    row = replace(row, kld_difference=-0.01, kld_difference_low=-0.02, kld_difference_high=0.001)
+    assert "kv4 rotated against kv4, nothing in full precision: not distinguishable, KLD -0.0100" in footnote([row])
+    assert ": better, " in footnote([replace(row, kld_difference_high=-0.001)])
+    assert ": worse, " in footnote([replace(row, kld_difference_low=0.001, kld_difference_high=0.02)])

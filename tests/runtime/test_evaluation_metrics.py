@@ -73,6 +73,8 @@ def test_every_figure_is_what_its_formula_says(batch: tuple[np.ndarray, np.ndarr
     assert 0.3 < found.same_top < 1
     assert found.ln_ppl_ratio == pytest.approx(ratio.mean(), rel=1e-10)
     assert found.ln_ppl_ratio_se == pytest.approx(se(ratio), rel=1e-10)
+    change = [math.exp(log_q[i, t]) - math.exp(log_p[i, t]) for i, t in enumerate(targets)]
+    assert found.rms_dp == pytest.approx(math.sqrt(math.fsum(c * c for c in change) / N), rel=1e-10)
 
 
 def test_how_the_logits_are_cut_into_batches_does_not_matter(batch: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:

@@ -26,6 +26,7 @@ class Summary:
 
     n: tokens.  ppl: perplexity.  kld_*: KL divergence in nats per token from the reference.  same_top: share, 0 to 1.
     ln_ppl_ratio: mean of `log p_reference(token) - log p(token)`, paired token by token.
+    rms_dp: root mean square of `p(token) - p_reference(token)`, 0 to 1; llama-perplexity's RMS of delta p.
     """
 
     n: int
@@ -42,6 +43,7 @@ class Summary:
     same_top_se: float | None = None
     ln_ppl_ratio: float | None = None
     ln_ppl_ratio_se: float | None = None
+    rms_dp: float | None = None
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -159,6 +161,7 @@ class TokenScores:
             same_top_se=standard_error(same),
             ln_ppl_ratio=float(ratio.mean()),
             ln_ppl_ratio_se=standard_error(ratio),
+            rms_dp=float(np.sqrt(np.square(np.exp(-nll) - np.exp(-self.nll_reference)).mean())),
         )
 
 
