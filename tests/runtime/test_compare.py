@@ -15,7 +15,8 @@ import pytest
 import kvrun.compare
 from kvkernels.spec import QuantSpec
 from kvrun.cli import app
-from kvrun.compare import LLAMA_SETTINGS, control_complaint, our_settings
+from kvrun.compare import control_complaint
+from kvrun.compare_settings import LLAMA_SETTINGS, our_settings
 from kvrun.compare_table import footnote, report
 from kvrun.console import exit_status
 from kvrun.gguf_file import GGUFFile
@@ -88,7 +89,10 @@ def test_the_whole_table_as_json(tiny: Path, capsys: pytest.CaptureFixture[str])
         ("kvrun", "auto", "v", 4, 32),
         ("kvrun", "auto", "v", 0, 0),
         ("kvrun", "kv1", "off", 0, 0),
+        ("kvrun", "f16", "off", 0, 0),
     ]
+    assert rows[-1]["reference"] == "llama.cpp f16" and not any(row["reference"] for row in rows[:-1])
+    assert 1e-9 < rows.pop()["kld_mean"] < 1e-3, "the engines' noise floor"
     theirs = [(r["type_k"], r["type_v"], r["rotation"]) for r in rows if r["engine"] == "llama.cpp"]
     assert theirs == [("f16", "f16", "off")] + [
         (t, t, rotation) for t in ("q8_0", "q5_1", "q4_1", "q4_0", "iq4_nl") for rotation in ("on", "off")
@@ -107,6 +111,8 @@ def test_the_whole_table_as_json(tiny: Path, capsys: pytest.CaptureFixture[str])
     assert [row["type_k"] for row in rows if row["control"]] == ["kv1"]
     ours = {(r["type_k"], r["rotation"], r["window"]): r for r in rows if r["engine"] == "kvrun"}
     paired = {key: row for key, row in ours.items() if row["baseline"]}
+    beside = {row["type_k"] for row in rows if row["engine"] == "llama.cpp" and row["baseline"]}
+    assert beside == {"q8_0", "q5_1", "q4_1", "q4_0", "iq4_nl"}
     assert set(paired) == {(t, rotation, w) for t, rotation in (("kv4", "on"), ("auto", "v")) for w in (0, 32)}
     for (_, _, window), row in paired.items():
         difference = row["kld_mean"] - ours["kv4", "off", window]["kld_mean"]
@@ -122,7 +128,7 @@ def test_the_table_for_people(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsy
     out = capsys.readouterr().out
     lines = out.splitlines()
     table = [line for line in lines if line.startswith("|")]
-    assert len(table) == 2 + 8 + 2 and len({len(line) for line in table}) == 1
+    assert len(table) == 2 + 8 + 2 + 1 and len({len(line) for line in table}) == 1
     assert any("SIGABRT" in line for line in table), "the row that could not run says why"
     assert any("4 sinks + last 32" in line for line in table)
     assert "31 scored" in out and "f16 cache of the same engine" in out and "allocated" in out
@@ -225,7 +231,7 @@ def test_ctrl_c_is_130(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     def interrupted(*arguments: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvrun.llamacpp.measure", interrupted)
+    monkeypatch.setattr("kvrun.llamacpp.measure_tokens", interrupted)
     assert compare(tiny, "-f", "text.txt", "-c", "64", "--chunks", "1") == 130
     assert capsys.readouterr().out == ""
 
