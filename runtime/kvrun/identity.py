@@ -32,7 +32,7 @@ def model_digest(model: Model) -> str:
     digest = hashlib.sha256(f"{model.file.arch} {model.config!r}".encode())
     for name, info in sorted(model.file.tensors.items()):
         digest.update(f"\n{name} {info.shape} {info.type.name}".encode())
-        digest.update(model.file.tensor_bytes(name))
+        digest.update(model.file.tensor_bytes(name).data)
     return digest.hexdigest()
 
 
