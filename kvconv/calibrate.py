@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkernels.spec import QuantSpec, default_group
+from kvkernels.spec import CUBIC_WIDTHS, QuantSpec, default_group
 from kvrun.errors import KvError
 from kvrun.plan import LayerGeometry
 from kvrun.recipe import Provenance, Recipe
@@ -88,7 +88,9 @@ class Settings:
             return [_spec(bits, self.group or default_group(head_dim), head_dim)]
         tried = [self.group] if self.group else [g for g in (32, 64) if head_dim % g == 0] or [head_dim]
         groups = dict.fromkeys([*tried, *([] if self.group else [head_dim])])
-        return [_spec(width, group, head_dim) for group in groups for width in WIDTHS] + [QuantSpec(16)]
+        uniform = [_spec(width, group, head_dim) for group in groups for width in WIDTHS]
+        cubic = [QuantSpec(width, group, code="cubic") for group in groups for width in CUBIC_WIDTHS]
+        return [*uniform, *cubic, QuantSpec(16)]
 
 
 def _spec(bits: int, group: int, head_dim: int) -> QuantSpec:

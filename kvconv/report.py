@@ -134,6 +134,7 @@ def _heads(heads: Sequence[HeadPlan], before: Sequence[float], after: Sequence[f
             "transform": head.transform.name,
             "bits": head.spec.bits,
             "group": head.spec.group,
+            "code": head.spec.code,
             "axis": head.spec.axis,
             "clip": head.clip,
             "score_before": b,

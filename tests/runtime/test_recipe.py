@@ -76,7 +76,8 @@ def recipes(draw: st.DrawFn) -> Recipe:
             offset=offset,
             rotating=offset is not None and draw(st.booleans()),
         )
-        spec = QuantSpec(16) if bits == 16 else QuantSpec(bits, group, axis)
+        cubic = axis == "token" and bits <= 6 and draw(st.booleans())
+        spec = QuantSpec(16) if bits == 16 else QuantSpec(bits, group, axis, "cubic" if cubic else "uniform")
         return HeadPlan(spec, transform, draw(st.floats(0.5, 1.0)))
 
     geometry = tuple(
@@ -287,8 +288,8 @@ def test_the_stock_reader_reads_it(tmp_path: Path) -> None:
 
 def test_a_newer_version_is_refused_as_such(tmp_path: Path) -> None:
     metadata = plain_recipe().to_metadata()
-    file = written(tmp_path / "new.gguf", {"kvconv.version": 3, "kvconv.something": "else"} | {"general.name": "x"})
-    with pytest.raises(RecipeError, match=r"format version 3.*upgrade kvconv"):
+    file = written(tmp_path / "new.gguf", {"kvconv.version": 4, "kvconv.something": "else"} | {"general.name": "x"})
+    with pytest.raises(RecipeError, match=r"format version 4.*upgrade kvconv"):
         Recipe.from_metadata(file)
     with pytest.raises(RecipeError, match="holds no recipe"):
         Recipe.from_metadata(written(tmp_path / "none.gguf", {}))
@@ -310,6 +311,31 @@ def test_a_recipe_is_written_in_the_oldest_version_that_holds_it(tmp_path: Path)
     assert metadata["kvconv.version"] == 2 and metadata["kvconv.k.transform"].tolist() == [26, 1, 0]
     assert metadata["kvconv.k.offset"].tolist() == plain_recipe().to_metadata()["kvconv.k.offset"].tolist()
     assert Recipe.from_metadata(written(tmp_path / "r.gguf", metadata)) == recipe != plain_recipe()
+    metadata = cubic_recipe().to_metadata()
+    assert metadata["kvconv.version"] == 3 and metadata["kvconv.k.code"].tolist() == [1, 0, 0]
+    assert "kvconv.v.code" not in metadata
+
+
+def cubic_recipe() -> Recipe:
+    base = rotating_recipe()
+    first = replace(base.k[0][0], spec=replace(base.k[0][0].spec, code="cubic"))
+    return plain_recipe(k=((first, base.k[0][1]), base.k[1]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"k.code": array([2, 0, 0], np.uint8)}, "a code that this version does not know"),
+        ({"k.code": array([1, 0, 1], np.uint8)}, "cubic code has"),  # the last one has 8 bits
+        ({"k.code": array([1, 0], np.uint8)}, "has 2 entries, not 3"),
+        ({"k.code": array([1, 0, 0], np.uint16)}, "is not an array of uint8"),
+        ({"version": 2}, "its checksum does not fit"),
+    ],
+)
+def test_a_code_that_does_not_add_up_is_damage(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
+    metadata = cubic_recipe().to_metadata() | {f"kvconv.{key}": value for key, value in changes.items()}
+    with pytest.raises(RecipeError, match=why):
+        Recipe.from_metadata(written(tmp_path / "bad.gguf", metadata))
 
 
 @pytest.mark.parametrize(
