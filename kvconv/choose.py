@@ -88,7 +88,7 @@ class Trial:
 
 def first_clip(spec: QuantSpec) -> float:
     """Where the search for a clip starts: about the best one on normally distributed values."""
-    return {2: 0.65, 3: 0.92}.get(spec.bits, 1.0) if spec.code == "cubic" else 1.0
+    return {2: 0.75, 3: 0.92}.get(spec.bits, 1.0) if spec.code == "cubic" else 1.0
 
 
 def round_trip_error(x: Tensor, spec: QuantSpec, transform: HeadTransform) -> float:
