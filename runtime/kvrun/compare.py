@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvrun import llamacpp
-from kvrun.compare_settings import BASELINE, LLAMA_SETTINGS, Setting, our_settings
+from kvrun.compare_settings import (
+    BASELINE,
+    LLAMA_SETTINGS,
+    Setting,
+    observed_channels,
+    our_settings,
+    preset_settings,
+    refused_row,
+)
 from kvrun.evaluation.bootstrap import paired_difference
 from kvrun.evaluation.breakdown import by_confidence, by_position
 from kvrun.evaluation.metrics import TokenScores
@@ -63,6 +71,7 @@ def compare(
     n_threads: int,
     n_ubatch: int = 512,
     llama_settings: Sequence[LlamaSetting] | None = None,
+    presets: bool = False,
     results: ResultFile | None = None,
     references: ReferenceCache | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
@@ -71,13 +80,19 @@ def compare(
 
     n_threads: of both engines; torch's own setting is the caller's to make.
     llama_settings: `LLAMA_SETTINGS` for None.
+    presets: also the systems of `kvrun.presets`.
     results: rows that it holds are not measured again, others are added to it.
     references: where the distributions of f16 are kept; None keeps none.
     """
-    settings = our_settings(engine.model.config.geometry, recipe)
+    geometry = engine.model.config.geometry
+    *settings, control = our_settings(geometry, recipe, observed_channels(engine, windows))
+    others, refused = preset_settings(geometry, recipe) if presets else ([], [])
     references = references or ReferenceCache(lambda text: None, limit_bytes=0)
     what = _Comparison(engine, windows, text, recipe, n_threads, n_ubatch, results, references, on_progress)
-    yield from what.ours(settings)
+    yield from what.ours([*settings, *others, control])
+    facts = {"n_ctx": windows.n_ctx, "model": engine.model.file.path.name}
+    for name, why in refused:
+        yield refused_row(name, why, text=text.name, text_sha256=text.sha256, **facts)
     yield from what.llama_cpps(LLAMA_SETTINGS if llama_settings is None else llama_settings)
 
 
@@ -100,7 +115,7 @@ class _Comparison:
         self.n_threads, self.n_ubatch = n_threads, n_ubatch
         self.results, self.references, self.on_progress = results, references, on_progress
         self._runs: dict[str, Run] = {}
-        self._baselines: dict[tuple[int, int], np.ndarray] = {}
+        self._baselines: dict[tuple[str, int, int], np.ndarray] = {}
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
@@ -131,8 +146,8 @@ class _Comparison:
             measured = self._kept(fingerprint) or self._measure(setting, settings[0].plan, missing)
             row, plan = measured.row, setting.plan
             # The baseline is the first of its kind; what comes before it or is it has nothing to be paired with.
-            if (plan.type_k, plan.type_v) == (BASELINE, BASELINE) and not row.error:
-                self._baselines.setdefault((plan.sinks, plan.window), measured.kld)
+            if plan.type_k == plan.type_v and not row.error:
+                self._baselines.setdefault((plan.type_k, plan.sinks, plan.window), measured.kld)
             yield self._done(fingerprint, measured)
 
     def _measure(self, setting: Setting, f16: CachePlan, missing: Sequence[CachePlan]) -> Measured:
@@ -142,12 +157,12 @@ class _Comparison:
             model=self.engine.model.file.path.name,
             text=self.text,
             n_threads=self.n_threads,
-            note=_note(plan, self.recipe, self.text),
+            note="; ".join(filter(None, (setting.note, _note(plan, self.recipe, self.text)))),
             control=setting.control,
         )
         if row.error:
             return Measured(row, np.zeros(0))
-        return self._complete(row, run.scores, paired=plan.quantizes and not setting.control)
+        return self._complete(row, run.scores, setting.baseline if plan.quantizes and not setting.control else "")
 
     def _run(self, plan: CachePlan, f16: CachePlan, missing: Sequence[CachePlan]) -> Run:
         """One plan against the reference on disk; against f16 beside it where that is not there yet.
@@ -224,7 +239,7 @@ class _Comparison:
             say=self.references.say,
         )
         row = replace(row, model=model.file.path.name, text=self.text.name, text_sha256=self.text.sha256)
-        return Measured(row, np.zeros(0)) if row.error else self._complete(row, scores, paired=not is_f16)
+        return Measured(row, np.zeros(0)) if row.error else self._complete(row, scores, "" if is_f16 else BASELINE)
 
     def _noise_floor(self) -> ResultRow:
         """Our f16 against llama.cpp's: below it, differences between rows of the two engines mean nothing."""
@@ -243,7 +258,7 @@ class _Comparison:
             row = replace(run.row(**facts), reference=OTHER_ENGINE)
             if stored is None:
                 row = replace(row, error=f"not measured: there is no reference of {OTHER_ENGINE} on disk")
-            measured = Measured(row, np.zeros(0)) if row.error else self._complete(row, run.scores, paired=False)
+            measured = Measured(row, np.zeros(0)) if row.error else self._complete(row, run.scores, "")
         return self._done(fingerprint, measured)
 
     def _fingerprint(self, facts: dict[str, Any]) -> str:
@@ -257,20 +272,20 @@ class _Comparison:
             self.results.add(fingerprint, measured)
         return measured.row
 
-    def _complete(self, row: ResultRow, scores: TokenScores, *, paired: bool) -> Measured:
-        """The row with its breakdowns and, if `paired`, its difference from the baseline that keeps as much whole."""
+    def _complete(self, row: ResultRow, scores: TokenScores, baseline: str) -> Measured:
+        """The row with its breakdowns and its difference from the baseline that keeps as much in full precision."""
         windows, kld = self.windows, scores.kld
         row = replace(
             row,
             kld_by_position=by_position(kld, windows.first, windows.n_scored // len(windows)),
             kld_by_confidence=by_confidence(kld, scores.confidence),
         )
-        baseline = self._baselines.get((row.sinks or 0, row.window or 0)) if paired else None
-        found = None if baseline is None else paired_difference(kld, baseline)
+        other = self._baselines.get((baseline, row.sinks or 0, row.window or 0))
+        found = None if other is None else paired_difference(kld, other)
         if found is not None:
             row = replace(
                 row,
-                baseline=BASELINE,
+                baseline=baseline,
                 kld_difference=found.mean,
                 kld_difference_low=found.low,
                 kld_difference_high=found.high,

@@ -22,6 +22,8 @@ from tools.make_tiny_model import make_tiny_model
 
 PROSE = "It was the best of times, it was the worst of times, and the children went home with their mothers. " * 20
 ARGV = ("-f", "text.txt", "-c", "128", "--chunks", "2", "-o", "json", "-t", "1")
+#: Rows of ours, by the type of their keys.
+KINDS = ["f16", *["kv4"] * 4, "kv4+offset", "kv4-g32", "kv4-g32+order", "kv1"]
 NO_TIMES = ("tokens_per_s",)
 
 
@@ -71,10 +73,10 @@ def test_the_reference_runs_once_and_gives_the_figures_of_the_lock_step(
     compare: Callable[..., Any], plans_run: list[list[str]], references: Path
 ) -> None:
     together, _ = compare("--references", "0")
-    assert plans_run == [["f16", "kv4", "kv4", "kv4", "kv4", "kv1"]] and not references.exists()
+    assert plans_run == [KINDS] and not references.exists()
     plans_run.clear()
     one_by_one, _ = compare()
-    assert plans_run == [["f16"], *[["kv4"]] * 4, ["kv1"]]
+    assert plans_run == [[kind] for kind in KINDS]
     close(one_by_one, together)
     assert one_by_one[0]["kld_mean"] == 0.0
     assert len(list(references.iterdir())) == 1
@@ -84,16 +86,16 @@ def test_the_reference_runs_once_and_gives_the_figures_of_the_lock_step(
 
 def test_finished_rows_are_not_run_again(compare: Callable[..., Any], plans_run: list[list[str]]) -> None:
     first, _ = compare("--results", "rows.jsonl")
-    assert len(plans_run) == 6
+    assert len(plans_run) == 9
     again, said = compare("--results", "rows.jsonl")
-    assert again == first and len(plans_run) == 6 and "holds 6 rows" in said
+    assert again == first and len(plans_run) == 9 and "holds 9 rows" in said
     lines = Path("rows.jsonl").read_text().splitlines()
-    assert [json.loads(line)["type_k"] for line in lines] == ["f16", *["kv4"] * 4, "kv1"]
+    assert [json.loads(line)["type_k"] for line in lines] == KINDS
     compare("--results", "rows.jsonl", "-c", "64")
-    assert len(plans_run) == 12, "another cut is another figure"
+    assert len(plans_run) == 18, "another cut is another figure"
     Path("text.txt").write_text(PROSE.replace("best", "last"))
     compare("--results", "rows.jsonl")
-    assert len(plans_run) == 18, "so is another text"
+    assert len(plans_run) == 27, "so is another text"
 
 
 def test_a_row_that_is_missing_is_paired_with_one_that_was_kept(
@@ -125,7 +127,7 @@ def test_ctrl_c_loses_the_row_in_work_alone(
     rows, _ = compare("--results", "rows.jsonl", status=130)
     assert rows == [] and len(Path("rows.jsonl").read_text().splitlines()) == 2
     rows, _ = compare("--results", "rows.jsonl")
-    assert len(calls) == 3 + 4 and len(rows) == 6 and not any(row["error"] for row in rows)
+    assert len(calls) == 3 + 7 and len(rows) == 9 and not any(row["error"] for row in rows)
     assert [path.suffix for path in references.iterdir()] == [".reference"]
 
 
@@ -151,8 +153,18 @@ def test_damaged_lines_are_numbered_and_the_rest_is_used(
     first, _ = compare("--results", "rows.jsonl")
     lines = Path("rows.jsonl").read_text().splitlines()
     short = json.loads(lines[4]) | {"kld_tokens": "AAAA"}
-    wrong = json.loads(lines[5]) | {"ppl": "many"}
-    damaged = [lines[0], "{not json", lines[1], "[1, 2]", *lines[2:4], json.dumps(short), json.dumps(wrong), "\udcff"]
+    wrong = json.loads(lines[8]) | {"ppl": "many"}
+    damaged = [
+        lines[0],
+        "{not json",
+        lines[1],
+        "[1, 2]",
+        *lines[2:4],
+        json.dumps(short),
+        *lines[5:8],
+        json.dumps(wrong),
+        "\udcff",
+    ]
     Path("rows.jsonl").write_bytes(
         "\n".join(damaged).encode("utf-8", "surrogateescape") + b'\n{"type_k": "kv4"}\n{"cut'
     )
@@ -161,7 +173,7 @@ def test_damaged_lines_are_numbered_and_the_rest_is_used(
     assert [row["kld_mean"] for row in again] == pytest.approx([row["kld_mean"] for row in first], rel=1e-6)
     assert plans_run == [["kv4"], ["kv1"]]
     numbers = [line.split("line ")[1].split()[0] for line in said.splitlines() if "is damaged" in line]
-    assert numbers == ["2", "4", "7", "8", "9", "10", "11"] and "ppl is no float" in said
+    assert numbers == ["2", "4", "7", "11", "12", "13", "14"] and "ppl is no float" in said
     _, said = compare("--results", "rows.jsonl")
     assert len(plans_run) == 2 and said.count("is damaged") == 7, "a line that was cut short stays one damaged line"
 
@@ -206,8 +218,8 @@ def test_llama_cpp_rows_share_their_reference_and_are_kept(
     alone, _ = compare("--references", "0")
     kept, _ = compare("--results", "rows.jsonl")
     assert len(list(references.iterdir())) == 2
-    close(kept[:9], alone[:9])
-    assert "no reference" in alone[9]["error"] and 0 < kept[9]["kld_mean"] < 1e-3
+    close(kept[:12], alone[:12])
+    assert "no reference" in alone[12]["error"] and 0 < kept[12]["kld_mean"] < 1e-3
     again, _ = compare("--results", "rows.jsonl")
     assert again == kept
 

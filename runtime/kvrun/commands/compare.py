@@ -67,6 +67,9 @@ def compare(
             show_default=False,
         ),
     ] = None,
+    presets: Annotated[
+        bool, typer.Option("--presets", help="Also KIVI, SKVQ, QuaRot and others of `perplexity --preset`.")
+    ] = False,
     results: Annotated[
         Path | None,
         typer.Option(
@@ -141,7 +144,8 @@ def compare(
     with closing(_Reporter()) as reporter:
         for row in run(
             session.engine, windows, text, recipe=session.recipe, n_threads=torch.get_num_threads(), n_ubatch=ubatch,
-            results=known, references=ReferenceCache(note, limit_bytes=limit_bytes or 0), on_progress=reporter.progress,
+            presets=presets, results=known, references=ReferenceCache(note, limit_bytes=limit_bytes or 0),
+            on_progress=reporter.progress,
         ):  # fmt: skip
             reporter.finished(row)
             rows.append(row)
