@@ -27,6 +27,10 @@ for _name in list(os.environ):
     if _name.startswith(("KVRUN_", "KVCONV_", "LLAMA_", "TRITON_INTERPRET")) and not _name.startswith(KEPT):
         del os.environ[_name]
 
+# Triton decides when a kernel is defined whether it runs in the interpreter, so it is told before anything imports it.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # The same examples every time: a change fails because of what it changed. `--hypothesis-profile explore` draws others.
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
@@ -66,14 +70,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return make
-
-
-@pytest.fixture(autouse=True)
-def references(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder where the distributions of f16 caches are kept: the test's own, not the user's."""
-    folder = tmp_path_factory.mktemp("cache") / "references"
-    monkeypatch.setattr("kvrun.evaluation.reference_cache.default_folder", lambda: folder)
-    return folder
 
 
 @pytest.fixture(autouse=True)
