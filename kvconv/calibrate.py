@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkernels.spec import QuantSpec, default_group
+from kvkernels.spec import CUBIC_WIDTHS, QuantSpec, default_group
 from kvrun.errors import KvError
 from kvrun.plan import LayerGeometry
 from kvrun.recipe import Provenance, Recipe
@@ -40,7 +40,7 @@ class Settings:
     bits: bits per value of the whole cache, with scales and minima, spread over heads and sides by what they gain.
     bits_k, bits_v: code widths that every head of a side gets instead; None gives the side its share of `bits`.
     shared: where one width is fixed, whether `bits` still holds for both sides together, or only for the other one.
-    group: values per scale; None tries 32, 64 and the head, and takes 64 or what divides the head at a fixed width.
+    group: values per scale; None tries 64 and the head, and takes 64 or what divides the head at a fixed width.
     sinks, window, chunk_tokens, n_ctx: tokens.  n_ctx: positions to place chunks over; 0 is what the model was trained
     for, None is that but at most 4096.  objective: a name of `objective.OBJECTIVES`.
     rotating: whether keys are offered the rotating offset too.
@@ -86,9 +86,11 @@ class Settings:
             return [QuantSpec(16)]
         if bits is not None:
             return [_spec(bits, self.group or default_group(head_dim), head_dim)]
-        tried = [self.group] if self.group else [g for g in (32, 64) if head_dim % g == 0] or [head_dim]
-        groups = dict.fromkeys([*tried, *([] if self.group else [head_dim])])
-        return [_spec(width, group, head_dim) for group in groups for width in WIDTHS] + [QuantSpec(16)]
+        # Groups of 32 were hardly ever worth their scales where the cubic code was on offer (docs/log.md).
+        groups = [self.group] if self.group else dict.fromkeys([default_group(head_dim), head_dim])
+        uniform = [_spec(width, group, head_dim) for group in groups for width in WIDTHS]
+        cubic = [QuantSpec(width, group, code="cubic") for group in groups for width in CUBIC_WIDTHS]
+        return [*uniform, *cubic, QuantSpec(16)]
 
 
 def _spec(bits: int, group: int, head_dim: int) -> QuantSpec:

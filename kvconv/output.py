@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrun.errors import KvError
+from kvrun.gguf_split import whole_stem
 from kvrun.recipe import Recipe, sidecar_metadata, sidecar_path
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ def output_path(model: Path, out: str | None, *, sidecar: bool) -> Path:
     """What was asked for, else `kvconv-<model file name>` beside the model, or `<stem>-kvconv.gguf` in this folder."""
     if out is not None:
         return Path(out)
-    return sidecar_path(model) if sidecar else Path(f"{model.stem}-kvconv.gguf")
+    return sidecar_path(model) if sidecar else Path(f"{whole_stem(model)}-kvconv.gguf")
 
 
-def check_output(out: Path, model: Path, *, sidecar: bool, force: bool) -> None:
+def check_output(out: Path, model: GGUFFile, *, sidecar: bool, force: bool) -> None:
     """Raise KvError where writing `out` would fail or destroy something."""
     folder = out.parent
     if out.is_dir():
@@ -34,7 +34,7 @@ def check_output(out: Path, model: Path, *, sidecar: bool, force: bool) -> None:
     if not folder.is_dir():
         raise KvError(f"the folder {folder} does not exist; create it or write elsewhere with -o")
     if out.exists():
-        if out.samefile(model):
+        if any(out.samefile(part.path) for part in model.parts):
             raise KvError(f"{out} is the model itself, which is never changed; write elsewhere with -o")
         if not out.is_file():
             raise KvError(f"{out} is not a file; write elsewhere with -o")
@@ -46,7 +46,7 @@ def check_output(out: Path, model: Path, *, sidecar: bool, force: bool) -> None:
     except OSError as error:
         why = error.strerror or str(error)
         raise KvError(f"the folder {folder} cannot be written to ({why}); write elsewhere with -o") from error
-    needed = SIDECAR_BYTES if sidecar else os.path.getsize(model) + SIDECAR_BYTES
+    needed = SIDECAR_BYTES if sidecar else model.n_bytes + SIDECAR_BYTES
     free = shutil.disk_usage(folder).free
     if free < needed:
         room = f"{free >> 20} MiB are free in {folder}, and {needed >> 20} MiB are needed"
@@ -63,7 +63,10 @@ def write(
     force: bool,
     on_progress: Callable[..., None] | None = None,
 ) -> None:
-    """Write the recipe as a sidecar, or into a copy of the model whose own recipe, if it has one, is replaced."""
+    """Write the recipe as a sidecar, or into a copy of the model whose own recipe, if it has one, is replaced.
+
+    The copy of a split model is one file.
+    """
     from kvrun.gguf_write import rewrite, write_metadata_file
     from kvrun.recipe_format import PREFIX
 

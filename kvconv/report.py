@@ -134,6 +134,7 @@ def _heads(heads: Sequence[HeadPlan], before: Sequence[float], after: Sequence[f
             "transform": head.transform.name,
             "bits": head.spec.bits,
             "group": head.spec.group,
+            "code": head.spec.code,
             "axis": head.spec.axis,
             "clip": head.clip,
             "score_before": b,
@@ -151,11 +152,17 @@ def size_bytes(recipe: Recipe) -> int:
 
 def bits_per_value(recipe: Recipe) -> float:
     """Bits per packed value with scales and minima, over both sides; sinks and window come on top."""
+    return side_bits(recipe, None)
+
+
+def side_bits(recipe: Recipe, side: str | None) -> float:
+    """The same of one side, "k" or "v"; None is both."""
     bits = n = 0.0
     for shape, k, v in zip(recipe.geometry, recipe.k, recipe.v, strict=True):
-        for heads, dim in ((k, shape.head_dim_k), (v, shape.head_dim_v)):
-            bits += sum(head.spec.bits_per_value(dim) for head in heads) * dim
-            n += len(heads) * dim
+        for name, heads, dim in (("k", k, shape.head_dim_k), ("v", v, shape.head_dim_v)):
+            if side in (None, name):
+                bits += sum(head.spec.bits_per_value(dim) for head in heads) * dim
+                n += len(heads) * dim
     return bits / n
 
 

@@ -73,6 +73,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(autouse=True)
+def references(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder where the distributions of f16 caches are kept: the test's own, not the user's."""
+    folder = tmp_path_factory.mktemp("cache") / "references"
+    monkeypatch.setattr("kvrun.evaluation.reference_cache.default_folder", lambda: folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
 def seeds() -> None:
     """Every test starts from the same random state, whichever tests ran before."""
     random.seed(0)

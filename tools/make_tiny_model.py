@@ -73,6 +73,7 @@ def make_tiny_model(
     rope_factors: bool = False,
     yarn_from: int | None = None,
     n_expert: int = 0,
+    split: int = 0,
     keys: dict[str, Any] | None = None,
     name: str = "tiny",
 ) -> Path:
@@ -83,6 +84,7 @@ def make_tiny_model(
     tied: leave the output matrix out, so that the embedding serves.
     rope_scale: linear RoPE scaling.  rope_factors: write `rope_freqs.weight`, as Llama 3 has it (phi3: a set of them
     for short and one for long contexts).  yarn_from: context before YaRN stretched it by `rope_scale`, in tokens.
+    split: write the model in parts of so many tensors, the first of which holds none; returns the path of the first.
     n_expert: experts of a layer, of which a token uses 2; 4 where the architecture always has them.
     keys: more metadata, without the `{arch}.` before them; they replace what would be written.
     """
@@ -98,7 +100,7 @@ def make_tiny_model(
         n_embd = n_head * head_dim if kind.whole else 64
     heads_kv = [n_head_kv] * n_layer if isinstance(n_head_kv, int) else list(n_head_kv)
     tokens, merges = vocabulary()
-    writer = gguf.GGUFWriter(str(out), arch)
+    writer = gguf.GGUFWriter(str(out), arch, split_max_tensors=split, small_first_shard=split > 0)
     writer.add_name(name)
     writer.add_block_count(n_layer)
     writer.add_context_length(n_ctx)
@@ -149,8 +151,9 @@ def make_tiny_model(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
+    first = writer.format_shard_names(Path(out))[0]
     writer.close()
-    return Path(out)
+    return first
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ def aligned_zeros(n_bytes: int) -> np.ndarray:
 
 
 class PagedHead:
-    """One head's pages. codes: uint8 [pages, bytes].  scale, minimum: float16 (empty for 16 bits)."""
+    """One head's pages. codes: uint8 [pages, bytes].  scale, minimum: float16 (empty where there is none)."""
 
     def __init__(self, side: SideName, spec: QuantSpec, clip: float, n_pages: int, d: int) -> None:
         self.side, self.spec, self.clip, self.d = side, spec, clip, d
@@ -43,7 +43,10 @@ class PagedHead:
             tokens = n_pages * PAGE
             shape = (n_pages, d // spec.group, PAGE) if spec.axis == "token" else (-(-tokens // spec.group), d)
         n_halves = int(np.prod(shape))
-        self.scale, self.minimum = (aligned_zeros(2 * n_halves).view(np.float16).reshape(shape) for _ in range(2))
+        self.scale = aligned_zeros(2 * n_halves).view(np.float16).reshape(shape)
+        self.minimum = aligned_zeros(2 * n_halves * spec.has_minimum).view(np.float16)
+        if spec.has_minimum:
+            self.minimum = self.minimum.reshape(shape)
         self.pack, self.unpack = pack_function(side, spec, d), unpack_function(side, spec, d)
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Axis = Literal["token", "channel"]
-Code = Literal["uniform", "q4_0", "q8_0"]
+Code = Literal["uniform", "cubic", "q4_0", "q8_0"]
 
 #: Widths that can be stored. 16 is plain f16; 1 exists only as the control that every comparison must fail.
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 16)
@@ -26,6 +26,10 @@ PLANES: dict[int, tuple[int, ...]] = {
 GGML_BLOCKS: dict[Code, tuple[int, int]] = {"q4_0": (4, 32), "q8_0": (8, 32)}
 
 
+#: Widths of the cubic code: wider ones gain little and would take hundreds of comparisons a value.
+CUBIC_WIDTHS = (2, 3, 4, 5, 6)
+
+
 @dataclass(frozen=True)
 class QuantSpec:
     """Storage of one side of one KV head.
@@ -35,8 +39,9 @@ class QuantSpec:
         channels of one token and must divide the head size; with axis "channel" it is `group` consecutive tokens of one
         channel (KIVI, arXiv 2402.02750), and tokens are packed `group` at a time.
     axis: "token" or "channel".
-    code: "uniform" has a scale and a minimum per group; "q4_0" and "q8_0" are llama.cpp's blocks of 32 channels, which
-        have a scale alone.
+    code: "uniform" has a scale and a minimum per group; "cubic" has a scale alone and levels that lie closer together
+        around 0 (`kvkernels.quantize.cubic`), on the token axis; "q4_0" and "q8_0" are llama.cpp's blocks of 32
+        channels, which have a scale alone.
     """
 
     bits: int
@@ -49,7 +54,10 @@ class QuantSpec:
             raise ValueError(f"bits must be one of {WIDTHS}, not {self.bits}")
         if self.axis not in ("token", "channel"):
             raise ValueError(f"axis must be 'token' or 'channel', not {self.axis!r}")
-        if self.code != "uniform":
+        if self.code == "cubic":
+            if self.bits not in CUBIC_WIDTHS or self.axis != "token" or self.group <= 0:
+                raise ValueError(f"the cubic code has {CUBIC_WIDTHS} bits along the channels, not {self.bits}")
+        elif self.code != "uniform":
             if (self.bits, self.group) != GGML_BLOCKS.get(self.code) or self.axis != "token":
                 raise ValueError(
                     f"{self.code!r} is no block of {self.group} values of {self.bits} bits along the channels"
@@ -69,6 +77,11 @@ class QuantSpec:
     def has_minimum(self) -> bool:
         """Whether groups store a minimum beside the scale."""
         return self.quantized and self.code == "uniform"
+
+    @property
+    def emulates(self) -> bool:
+        """Whether this is a block of llama.cpp's, to measure its format by our own means."""
+        return self.code in GGML_BLOCKS
 
     @property
     def block(self) -> int:

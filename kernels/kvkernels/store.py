@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .pack import pack, packed_bytes, unpack
-from .quantize import dequantize, dequantize_ggml, quantize, quantize_ggml
+from .quantize import decode, encode
 from .spec import QuantSpec
 
 
@@ -16,8 +16,8 @@ class Band:
     """Heads of a layer that are stored alike share one set of buffers.
 
     heads: int64 [n], which KV heads.  codes: uint8 [n, capacity, bytes] (float16 [n, capacity, d] for 16 bits).
-    scale, minimum: float16, [n, capacity, d / group] or [n, capacity / group, d]; None for 16 bits, and llama.cpp's
-    blocks have no minimum.
+    scale, minimum: float16, [n, capacity, d / group] or [n, capacity / group, d]; None for 16 bits, and only the
+    uniform code has a minimum.
     """
 
     def __init__(self, heads: Sequence[int], spec: QuantSpec, clip: Sequence[float], capacity: int, d: int) -> None:
@@ -53,10 +53,10 @@ class Band:
         if self.scale is None:
             self.codes[:, start:stop] = x
             return
-        if self.minimum is None:
-            codes, self.scale[:, rows] = quantize_ggml(x, self.spec)
-        else:
-            codes, self.scale[:, rows], self.minimum[:, rows] = quantize(x, self.spec, self.clip)
+        codes, self.scale[:, rows], minimum = encode(x, self.spec, self.clip)
+        if self.minimum is not None:
+            assert minimum is not None
+            self.minimum[:, rows] = minimum
         self.codes[:, start:stop] = pack(codes, self.spec.bits)
 
     def read(self, stop: int, dtype: torch.dtype) -> Tensor:
@@ -65,9 +65,8 @@ class Band:
             return self.codes[:, :stop].to(dtype)
         rows = self._rows(0, stop)
         codes = unpack(self.codes[:, :stop], self.spec.bits)
-        if self.minimum is None:
-            return dequantize_ggml(codes, self.scale[:, rows], self.spec, dtype)
-        return dequantize(codes, self.scale[:, rows], self.minimum[:, rows], self.spec, dtype)
+        minimum = None if self.minimum is None else self.minimum[:, rows]
+        return decode((codes, self.scale[:, rows], minimum), self.spec, dtype)
 
 
 class PackedStore:

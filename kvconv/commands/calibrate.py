@@ -150,17 +150,17 @@ def calibrate(
     from kvconv.gather import budget_bytes
     from kvconv.output import check_output, output_path, write
     from kvconv.text import read_text
-    from kvrun.gguf_file import GGUFFile
+    from kvrun.gguf_split import open_model
     from kvrun.locate import find_model
     from kvrun.models import load_model
     from kvrun.recipe import SIDECAR_TYPE
     from kvrun.tables import markdown
     from kvrun.tokenizer import Tokenizer
 
-    path = find_model(chosen)
+    file = open_model(find_model(chosen))
+    path = file.path
     target = output_path(path, out, sidecar=sidecar)
-    check_output(target, path, sidecar=sidecar, force=force)
-    file = GGUFFile(path)
+    check_output(target, file, sidecar=sidecar, force=force)
     if file.get("general.type") == SIDECAR_TYPE:
         raise KvError(f"{path} is a recipe alone; give the model that it belongs to")
     loaded = load_model(path, budget_bytes=budget_bytes(file))

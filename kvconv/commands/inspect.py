@@ -28,11 +28,12 @@ def inspect(
     """
     from kvconv import report
     from kvrun.gguf_file import GGUFFile
+    from kvrun.gguf_split import open_model
     from kvrun.locate import find_model
     from kvrun.recipe import Recipe, recipe_source
     from kvrun.tables import markdown, plain
 
-    named = GGUFFile(find_model(file))
+    named = open_model(find_model(file))
     source = recipe_source(named) or named.path
     holder = named if source == named.path else GGUFFile(source)
     recipe = Recipe.from_metadata(holder)

@@ -18,12 +18,11 @@ def strip(
 ) -> None:
     """Write a model without the recipe in it; every other key and every tensor stays as it is, byte for byte."""
     from kvconv.output import check_output, write_stripped
-    from kvrun.gguf_file import GGUFFile
+    from kvrun.gguf_split import open_model
     from kvrun.locate import find_model
 
-    path, target = find_model(model), Path(out)
-    file = GGUFFile(path)
-    check_output(target, path, sidecar=False, force=force)
+    file, target = open_model(find_model(model)), Path(out)
+    check_output(target, file, sidecar=False, force=force)
     with progress("writing") as advance:
         n_keys = write_stripped(file, target, force=force, on_progress=advance)
     typer.echo(f"wrote {printable(str(target))}: {n_keys} keys of the recipe removed")

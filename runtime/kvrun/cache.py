@@ -94,7 +94,7 @@ class LayerSide:
         self._pending: Tensor | None = None
 
         # Keys in llama.cpp's blocks are met by queries as llama.cpp has them, or its figures would not be matched.
-        self.rounds_queries = all(plan.spec.code != "uniform" for plan in plans)
+        self.rounds_queries = all(plan.spec.emulates for plan in plans)
         matrices = [head_matrix(plan.transform, head_dim) for plan in plans]
         self.t: Tensor | None = None
         self.t_inverse: Tensor | None = None

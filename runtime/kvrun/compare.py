@@ -1,86 +1,56 @@
 """The comparison: our cache types and llama.cpp's on the same tokens, each against its own engine's f16 cache.
 
-Ours advance in lock step through one engine; llama.cpp's run in a child process each. Every row says what is counted
-in its bits, and a control that must fail (1-bit keys) stands among them: when it does not, the table is not to be
-trusted.
+The f16 cache of each engine runs once and its distributions are kept on disk (`kvrun.evaluation.stored`); every other
+row is measured against them, one after the other, llama.cpp's in a child process each. Where they cannot be kept, our
+rows advance in lock step with f16. Every row says what is counted in its bits, and a control that must fail (1-bit
+keys) stands among them: when it does not, the table is not to be trusted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from kvkernels.transform import hadamard_block
+import numpy as np
+
 from kvrun import llamacpp
-from kvrun.cache_types import CONTROL_TYPE, plan_for
+from kvrun.compare_settings import (
+    BASELINE,
+    LLAMA_SETTINGS,
+    Setting,
+    observed_channels,
+    our_settings,
+    preset_settings,
+    refused_row,
+)
 from kvrun.evaluation.bootstrap import paired_difference
+from kvrun.evaluation.breakdown import by_confidence, by_position
+from kvrun.evaluation.metrics import TokenScores
 from kvrun.evaluation.perplexity import Run, run_plans
+from kvrun.evaluation.reference_cache import ReferenceCache
+from kvrun.evaluation.stored import Recorder, StoredReference
 from kvrun.evaluation.texts import MeasuredText
 from kvrun.evaluation.windows import Windows
+from kvrun.identity import code_digest, digest_of, model_digest, plan_digest, windows_digest
 from kvrun.llamacpp import LlamaSetting
-from kvrun.plan import CachePlan, HeadPlan, HeadTransform, LayerGeometry
+from kvrun.plan import CachePlan
+from kvrun.result_file import Measured, ResultFile
 from kvrun.results import ResultRow
 
 if TYPE_CHECKING:
     from kvrun.engine import Engine
     from kvrun.recipe import Recipe
 
-#: llama.cpp's settings: f16, and each quantized type with its rotation on and off.
-LLAMA_SETTINGS = (
-    LlamaSetting("f16", "f16"),
-    *(LlamaSetting(t, t, rotate) for t in ("q8_0", "q5_1", "q4_1", "q4_0", "iq4_nl") for rotate in (True, False)),
-)
-
-#: What our rows are paired with: 4 bits, heads as they come.
-BASELINE = "kv4"
-
 #: The control must be worse than every other row of ours by this factor in mean KL divergence.
 CONTROL_FACTOR = 2.0
 
+#: What the row of the engines' noise floor is measured against.
+OTHER_ENGINE = "llama.cpp f16"
+
 OTHER_READS = "the recipe was made for {} sinks and a window of {}"
 SAME_TEXT = "the recipe was calibrated on the measured text, so its figures flatter it"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One row of ours. control: it must fail."""
-
-    plan: CachePlan
-    control: bool = False
-
-
-def our_settings(geometry: Sequence[LayerGeometry], recipe: Recipe | None) -> list[Setting]:
-    """f16, 4 bits with heads as they come, the same rotated by a Hadamard matrix, the recipe, and the control.
-
-    What quantizes stands there twice, with and without sinks and window: llama.cpp has none, and a window alone can
-    hide what a quantizer does.
-    """
-    f16 = plan_for(geometry, "f16", "f16", recipe=None)
-    identity = [plan_for(geometry, BASELINE, BASELINE, recipe=None)]
-    identity.append(plan_for(geometry, BASELINE, BASELINE, recipe=None, sinks=0, window=0))
-    plans = [f16, *identity, *map(hadamard, identity)]
-    if recipe is not None:
-        plans.append(plan_for(geometry, "auto", "auto", recipe=recipe))
-        if recipe.sinks or recipe.window:
-            plans.append(plan_for(geometry, "auto", "auto", recipe=recipe, sinks=0, window=0))
-    control = plan_for(geometry, CONTROL_TYPE, "f16", recipe=None, sinks=0, window=0)
-    return [*(Setting(plan) for plan in plans), Setting(control, control=True)]
-
-
-def hadamard(plan: CachePlan) -> CachePlan:
-    """The plan with keys and values rotated by the largest Hadamard matrix that divides the head, as QuaRot does."""
-
-    def rotated(head: HeadPlan, dim: int) -> HeadPlan:
-        block = hadamard_block(dim)
-        return replace(head, transform=HeadTransform(hadamard=block)) if block > 1 else head
-
-    shapes = plan.geometry
-    return replace(
-        plan,
-        k=tuple(tuple(rotated(h, g.head_dim_k) for h in layer) for layer, g in zip(plan.k, shapes, strict=True)),
-        v=tuple(tuple(rotated(h, g.head_dim_v) for h in layer) for layer, g in zip(plan.v, shapes, strict=True)),
-    )
 
 
 @dataclass(frozen=True)
@@ -101,54 +71,231 @@ def compare(
     n_threads: int,
     n_ubatch: int = 512,
     llama_settings: Sequence[LlamaSetting] | None = None,
+    presets: bool = False,
+    results: ResultFile | None = None,
+    references: ReferenceCache | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Iterator[ResultRow]:
-    """Measure every setting and yield a row for each, also for those that fail: they carry the reason.
+    """Measure every setting and yield a row for each as it is done, also for those that fail: they carry the reason.
 
     n_threads: of both engines; torch's own setting is the caller's to make.
     llama_settings: `LLAMA_SETTINGS` for None.
+    presets: also the systems of `kvrun.presets`.
+    results: rows that it holds are not measured again, others are added to it.
+    references: where the distributions of f16 are kept; None keeps none.
     """
     geometry = engine.model.config.geometry
-    path = engine.model.file.path
-    settings = our_settings(geometry, recipe)
-    plans = [setting.plan for setting in settings]
-    what = f"kvrun, {len(plans)} settings in lock step"
-    on_progress(Progress(what, 0, len(windows)))
-    runs = run_plans(
-        engine,
-        windows,
-        plans,
-        reference=plans[0],
-        n_ubatch=n_ubatch,
-        on_window=lambda done, _: on_progress(Progress(what, done, len(windows))),
-    )
-    for setting, run in zip(settings, runs, strict=True):
-        note = _note(setting.plan, recipe, text)
-        row = run.row(model=path.name, text=text, n_threads=n_threads, note=note, control=setting.control)
-        yield row if row.error or setting.control else _paired(row, run, runs)
-    for llama in LLAMA_SETTINGS if llama_settings is None else llama_settings:
-        yield _llama_row(engine, windows, text, llama, n_threads, on_progress)
+    *settings, control = our_settings(geometry, recipe, observed_channels(engine, windows))
+    others, refused = preset_settings(geometry, recipe) if presets else ([], [])
+    references = references or ReferenceCache(lambda text: None, limit_bytes=0)
+    what = _Comparison(engine, windows, text, recipe, n_threads, n_ubatch, results, references, on_progress)
+    yield from what.ours([*settings, *others, control])
+    facts = {"n_ctx": windows.n_ctx, "model": engine.model.file.path.name}
+    for name, why in refused:
+        yield refused_row(name, why, text=text.name, text_sha256=text.sha256, **facts)
+    yield from what.llama_cpps(LLAMA_SETTINGS if llama_settings is None else llama_settings)
 
 
-def _paired(row: ResultRow, run: Run, runs: Sequence[Run]) -> ResultRow:
-    """The row with its difference from the baseline that keeps as much in full precision, where there is one."""
-    for other in runs:
-        plan = other.plan
-        same = (plan.type_k, plan.type_v, plan.sinks, plan.window) == (BASELINE, BASELINE, row.sinks, row.window)
-        if not same or other.failure is not None:
-            continue
-        # The baseline is the first of its kind; what comes before it or is it has nothing to be paired with.
-        found = None if other is run or not run.plan.quantizes else paired_difference(run.scores.kld, other.scores.kld)
-        if found is None:
-            return row
-        return replace(
-            row,
-            baseline=BASELINE,
-            kld_difference=found.mean,
-            kld_difference_low=found.low,
-            kld_difference_high=found.high,
+class _Comparison:
+    """One text, one cut and both engines."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        windows: Windows,
+        text: MeasuredText,
+        recipe: Recipe | None,
+        n_threads: int,
+        n_ubatch: int,
+        results: ResultFile | None,
+        references: ReferenceCache,
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        self.engine, self.windows, self.text, self.recipe = engine, windows, text, recipe
+        self.n_threads, self.n_ubatch = n_threads, n_ubatch
+        self.results, self.references, self.on_progress = results, references, on_progress
+        self._runs: dict[str, Run] = {}
+        self._baselines: dict[tuple[str, int, int], np.ndarray] = {}
+
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        """What all figures here depend on."""
+        return {
+            "model": model_digest(self.engine.model),
+            "windows": windows_digest(self.windows),
+            "n_threads": self.n_threads,
+            "code": code_digest(),
+        }
+
+    @cached_property
+    def _our_facts(self) -> dict[str, Any]:
+        engine = self.engine
+        rows = engine.model.weights.block_rows
+        return self._facts | {
+            "engine": engine.name,
+            "dtype": str(engine.dtype),
+            "rows": rows,
+            "n_ubatch": self.n_ubatch,
+        }
+
+    def ours(self, settings: Sequence[Setting]) -> Iterator[ResultRow]:
+        """A row for each setting; the first is the reference."""
+        prints = [self._fingerprint(self._our_facts | {"plan": plan_digest(s.plan)}) for s in settings]
+        missing = [s.plan for s, p in zip(settings, prints, strict=True) if self._kept(p) is None]
+        for setting, fingerprint in zip(settings, prints, strict=True):
+            measured = self._kept(fingerprint) or self._measure(setting, settings[0].plan, missing)
+            row, plan = measured.row, setting.plan
+            # The baseline is the first of its kind; what comes before it or is it has nothing to be paired with.
+            if plan.type_k == plan.type_v and not row.error:
+                self._baselines.setdefault((plan.type_k, plan.sinks, plan.window), measured.kld)
+            yield self._done(fingerprint, measured)
+
+    def _measure(self, setting: Setting, f16: CachePlan, missing: Sequence[CachePlan]) -> Measured:
+        plan = setting.plan
+        run = self._run(plan, f16, missing)
+        row = run.row(
+            model=self.engine.model.file.path.name,
+            text=self.text,
+            n_threads=self.n_threads,
+            note="; ".join(filter(None, (setting.note, _note(plan, self.recipe, self.text)))),
+            control=setting.control,
         )
-    return row
+        if row.error:
+            return Measured(row, np.zeros(0))
+        return self._complete(row, run.scores, setting.baseline if plan.quantizes and not setting.control else "")
+
+    def _run(self, plan: CachePlan, f16: CachePlan, missing: Sequence[CachePlan]) -> Run:
+        """One plan against the reference on disk; against f16 beside it where that is not there yet.
+
+        When it cannot be kept, all that is missing advances together, so that f16 runs once nevertheless.
+        """
+        name = plan_digest(plan)
+        if name not in self._runs:
+            key = digest_of(self._our_facts | {"reference": plan_digest(f16)})
+            shape = self.windows.n_scored, self.engine.model.config.n_vocab
+            stored = self.references.find(key, *shape)
+            if stored is not None:
+                self._keep([plan], f16 if plan is f16 else stored, None)
+            else:
+                recorder = self.references.recorder(key, *shape)
+                self._keep([plan] if recorder is not None and not recorder.failed else missing, f16, recorder)
+        return self._runs.pop(name)
+
+    def _keep(
+        self, plans: Sequence[CachePlan], reference: CachePlan | StoredReference, recorder: Recorder | None
+    ) -> None:
+        """Run plans, keep the runs until they are asked for, and write the reference if a recorder is given."""
+        what = _name_of(plans[0]) if len(plans) == 1 else f"kvrun, {len(plans)} settings in lock step"
+        n = len(self.windows)
+        self.on_progress(Progress(what, 0, n))
+        try:
+            runs = run_plans(
+                self.engine,
+                self.windows,
+                plans,
+                reference=reference,
+                n_ubatch=self.n_ubatch,
+                on_window=lambda done, _: self.on_progress(Progress(what, done, n)),
+                record=recorder,
+            )
+            if recorder is not None:
+                recorder.finish()
+        finally:
+            if recorder is not None:
+                recorder.discard()
+        if recorder is not None and recorder.failed:
+            self.references.limit_bytes = 0  # it was said; the rest goes on without
+        self._runs.update({plan_digest(run.plan): run for run in runs})
+
+    def llama_cpps(self, settings: Sequence[LlamaSetting]) -> Iterator[ResultRow]:
+        """A row for each setting of llama.cpp's, and the noise floor where its f16 is among them."""
+        for setting in settings:
+            fingerprint = self._fingerprint({**self._facts, "engine": "llama.cpp", "setting": asdict(setting)})
+            yield self._done(fingerprint, self._kept(fingerprint) or self._measure_llama(setting))
+        if any(setting.type_k == setting.type_v == "f16" for setting in settings):
+            yield self._noise_floor()
+
+    def _llama_key(self) -> str:
+        repack = llamacpp.extra_buffers_work(self.engine.model.file.path, self.n_threads)
+        return digest_of({**self._facts, "reference": OTHER_ENGINE, "repack": repack})
+
+    def _measure_llama(self, setting: LlamaSetting) -> Measured:
+        is_f16 = setting.type_k == setting.type_v == "f16"
+        rotation = "" if is_f16 else f" rotation {'on' if setting.rotate else 'off'}"
+        what = f"llama.cpp {setting.type_k}{rotation}"
+        self.on_progress(Progress(what, 0, len(self.windows)))
+        model = self.engine.model
+        key, shape = self._llama_key(), (self.windows.n_scored, model.config.n_vocab)
+        stored = self.references.find(key, *shape)
+        row, scores = llamacpp.measure_tokens(
+            model.file.path,
+            self.windows,
+            setting,
+            model.config.geometry,
+            n_threads=self.n_threads,
+            on_progress=lambda done, total: self.on_progress(Progress(what, done, total)),
+            stored=None if stored is None or is_f16 else stored.path,
+            record=None if stored is not None else self.references.reserve(key, *shape),
+            say=self.references.say,
+        )
+        row = replace(row, model=model.file.path.name, text=self.text.name, text_sha256=self.text.sha256)
+        return Measured(row, np.zeros(0)) if row.error else self._complete(row, scores, "" if is_f16 else BASELINE)
+
+    def _noise_floor(self) -> ResultRow:
+        """Our f16 against llama.cpp's: below it, differences between rows of the two engines mean nothing."""
+        model = self.engine.model
+        plan = our_settings(model.config.geometry, None)[0].plan
+        fingerprint = self._fingerprint(self._our_facts | {"plan": plan_digest(plan), "against": OTHER_ENGINE})
+        measured = self._kept(fingerprint)
+        if measured is None:
+            stored = self.references.find(self._llama_key(), self.windows.n_scored, model.config.n_vocab)
+            run = None
+            if stored is not None:
+                self._keep([plan], stored, None)
+                run = self._runs.pop(plan_digest(plan))
+            facts: dict[str, Any] = {"model": model.file.path.name, "text": self.text, "n_threads": self.n_threads}
+            run = run or Run(self.engine, plan, self.windows.n_ctx)
+            row = replace(run.row(**facts), reference=OTHER_ENGINE)
+            if stored is None:
+                row = replace(row, error=f"not measured: there is no reference of {OTHER_ENGINE} on disk")
+            measured = Measured(row, np.zeros(0)) if row.error else self._complete(row, run.scores, "")
+        return self._done(fingerprint, measured)
+
+    def _fingerprint(self, facts: dict[str, Any]) -> str:
+        return digest_of(facts | {"text": self.text.sha256}) if self.results is not None else ""
+
+    def _kept(self, fingerprint: str) -> Measured | None:
+        return None if self.results is None else self.results.find(fingerprint)
+
+    def _done(self, fingerprint: str, measured: Measured) -> ResultRow:
+        if self.results is not None and self._kept(fingerprint) is None:
+            self.results.add(fingerprint, measured)
+        return measured.row
+
+    def _complete(self, row: ResultRow, scores: TokenScores, baseline: str) -> Measured:
+        """The row with its breakdowns and its difference from the baseline that keeps as much in full precision."""
+        windows, kld = self.windows, scores.kld
+        row = replace(
+            row,
+            kld_by_position=by_position(kld, windows.first, windows.n_scored // len(windows)),
+            kld_by_confidence=by_confidence(kld, scores.confidence),
+        )
+        other = self._baselines.get((baseline, row.sinks or 0, row.window or 0))
+        found = None if other is None else paired_difference(kld, other)
+        if found is not None:
+            row = replace(
+                row,
+                baseline=baseline,
+                kld_difference=found.mean,
+                kld_difference_low=found.low,
+                kld_difference_high=found.high,
+            )
+        return Measured(row, kld)
+
+
+def _name_of(plan: CachePlan) -> str:
+    kept = f", {plan.sinks} sinks, window {plan.window}" if plan.quantizes else ""
+    return f"kvrun {plan.type_k}/{plan.type_v}{kept}"
 
 
 def _note(plan: CachePlan, recipe: Recipe | None, text: MeasuredText) -> str:
@@ -165,34 +312,12 @@ def _note(plan: CachePlan, recipe: Recipe | None, text: MeasuredText) -> str:
     return "; ".join(notes)
 
 
-def _llama_row(
-    engine: Engine,
-    windows: Windows,
-    text: MeasuredText,
-    setting: LlamaSetting,
-    n_threads: int,
-    on_progress: Callable[[Progress], None],
-) -> ResultRow:
-    rotation = "" if setting.type_k == "f16" else f" rotation {'on' if setting.rotate else 'off'}"
-    what = f"llama.cpp {setting.type_k}{rotation}"
-    on_progress(Progress(what, 0, len(windows)))
-    row = llamacpp.measure(
-        engine.model.file.path,
-        windows,
-        setting,
-        engine.model.config.geometry,
-        n_threads=n_threads,
-        on_progress=lambda done, total: on_progress(Progress(what, done, total)),
-    )
-    return replace(row, model=engine.model.file.path.name, text=text.name, text_sha256=text.sha256)
-
-
 def control_complaint(rows: Sequence[ResultRow]) -> str:
     """Why the table is not to be trusted, empty when the control failed as it must.
 
     One-bit keys have to be worse than every other row of ours by a factor and by more than chance.
     """
-    ours = [row for row in rows if row.engine == "kvrun" and row.kld_mean is not None]
+    ours = [row for row in rows if row.engine == "kvrun" and row.kld_mean is not None and not row.reference]
     controls = [row for row in ours if row.control]
     if not controls:
         return "the control (1-bit keys) gave no figure: do not trust this table"

@@ -35,6 +35,8 @@ def table_row(row: ResultRow) -> dict[str, Any]:
     kept = "none" if row.sinks is None or not (row.sinks or row.window) else f"{row.sinks} sinks + last {row.window}"
     if row.type_k == row.type_v == "f16":
         kept = "all"
+    if row.reference:
+        cache += f" against {row.reference}"
     remarks = [row.error, row.note, "must fail" if row.control and not row.error else ""]
     return {
         **row.as_dict(),
@@ -69,6 +71,11 @@ def footnote(rows: Sequence[ResultRow]) -> str:
         + ".",
     ]
     lines += _about_llama_cpp([row for row in rows if row.engine == "llama.cpp"])
+    lines += [
+        f"The engines' own noise floor, f16 of kvrun against {row.reference}: KLD {row.kld_mean:.4f}."
+        for row in rows
+        if row.reference and row.kld_mean is not None
+    ]
     lines += [_verdict(row) for row in rows if row.kld_difference is not None]
     complaint = control_complaint(rows)
     lines.append(f"{complaint[0].upper()}{complaint[1:]}." if complaint else "The control failed, as it must.")
@@ -82,6 +89,7 @@ def _verdict(row: ResultRow) -> str:
     low, high = row.kld_difference_low, row.kld_difference_high
     cells = table_row(row)
     name = cells["cache"] + (" rotated" if row.rotation != "off" and not row.recipe else "")
+    name = f"{row.engine} {name}" if row.engine != "kvrun" else name
     kept = f"{cells['kept']} in full precision" if row.sinks or row.window else "nothing in full precision"
     verdict = "not distinguishable" if low <= 0 <= high else "worse" if low > 0 else "better"
     return (

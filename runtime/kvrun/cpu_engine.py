@@ -101,7 +101,7 @@ class CpuEngine(Engine):
     def check_plan(plan: CachePlan) -> None:
         """Raise KvError where a plan holds what the compiled attention cannot read."""
         specs = (head.spec for layer in (*plan.k, *plan.v) for head in layer)
-        other = next((spec.code for spec in specs if spec.code != "uniform"), None)
+        other = next((spec.code for spec in specs if spec.emulates), None)
         if other is not None:
             raise KvError(f"the CPU engine has no {other} blocks; use --engine reference")
 

@@ -137,6 +137,21 @@ class Engine:
 
         return self.model.output(self._blocks(ids, torch.arange(len(ids)), attend))
 
+    @torch.inference_mode()
+    def observe(self, tokens: Sequence[int], n_ctx: int, see: Callable[[int, Tensor, Tensor], None]) -> None:
+        """Show the keys and values of every layer, [n_head_kv, n, head_dim] after RoPE, as a cache would be given them.
+
+        n_ctx: of the context that the tokens are thought of as the beginning of.
+        """
+        ids = self._tokens(tokens)
+        self.model.set_context(n_ctx)
+
+        def attend(il: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            see(il, k, v)
+            return causal_attention(q, k, v, self.model.attention_scale(il))
+
+        self._blocks(ids, torch.arange(len(ids)), attend)
+
     def _blocks(
         self, ids: Tensor, positions: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor]
     ) -> Tensor:

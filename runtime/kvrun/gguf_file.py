@@ -70,9 +70,28 @@ class GGUFFile:
         """The tensor infos byte for byte as in the file, without the padding that follows."""
         return self._map[self._infos]
 
+    @property
+    def parts(self) -> tuple[GGUFFile, ...]:
+        """The files that the model lies in: this one, or several (`kvrun.gguf_split`)."""
+        return (self,)
+
     def data_raw(self) -> np.ndarray:
         """Everything from the first tensor to the end of the file: uint8, read-only, mapped."""
         return np.frombuffer(self._map, np.uint8, offset=self.data_start) if self.tensors else np.empty(0, np.uint8)
+
+    def data_pieces(self) -> Iterator[np.ndarray]:
+        """What follows the header of a copy, piece by piece, padding included: uint8, mapped."""
+        yield self.data_raw()
+
+    @property
+    def n_data_bytes(self) -> int:
+        """Bytes of all `data_pieces`."""
+        return len(self.data_raw())
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all files that the model lies in."""
+        return sum(len(part._map) for part in self.parts)
 
     def __contains__(self, key: str) -> bool:
         return key in self._pairs

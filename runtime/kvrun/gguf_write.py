@@ -78,11 +78,12 @@ def rewrite(
 
     Keys that begin with `drop_prefix` are left out (an empty prefix drops none) and `add` comes last; all other keys,
     the tensor infos and the tensor data are copied byte for byte, so that dropping what was added gives the source
-    back. Raises KvError where `out` cannot be written, exists (without `force`) or is the source itself; then, and when
+    back. A source in several parts becomes one file: the bytes of keys and tensors are the same, their places are not.
+    Raises KvError where `out` cannot be written, exists (without `force`) or is the source itself; then, and when
     interrupted, nothing is left behind.
     """
     out = Path(out)
-    if out.exists() and out.samefile(source.path):
+    if out.exists() and any(out.samefile(part.path) for part in source.parts):
         raise KvError(f"{out} is the model that is read, which is never changed; write to another path")
     kept = [key for key in source if not drop_prefix or not key.startswith(drop_prefix)]
     if clash := set(kept) & set(add):
@@ -90,18 +91,19 @@ def rewrite(
     if ALIGNMENT_KEY in add or (ALIGNMENT_KEY in source and ALIGNMENT_KEY not in kept):
         raise ValueError(f"{ALIGNMENT_KEY} belongs to the tensor data and cannot change")
     pairs = [source.raw_kv(key) for key in kept] + [encode_kv(key, value) for key, value in add.items()]
-    infos, data = source.tensor_infos_raw, source.data_raw()
+    infos = source.tensor_infos_raw
     n_header = 24 + sum(map(len, pairs)) + len(infos)
     padding = -n_header % source.alignment
-    n_bytes = n_header + padding + len(data)
+    n_bytes = n_header + padding + source.n_data_bytes
     with _new_file(out, n_bytes, force=force) as stream:
         stream.write(MAGIC + struct.pack("<IQQ", source.version, len(source.tensors), len(pairs)))
         stream.writelines(pairs)
         stream.write(infos + bytes(padding))
-        for first in range(0, len(data), _CHUNK_BYTES):
-            stream.write(data[first : first + _CHUNK_BYTES].data)
-            if on_progress is not None:
-                on_progress(min(n_bytes, stream.tell()), n_bytes)
+        for piece in source.data_pieces():
+            for first in range(0, len(piece), _CHUNK_BYTES):
+                stream.write(piece[first : first + _CHUNK_BYTES].data)
+                if on_progress is not None:
+                    on_progress(min(n_bytes, stream.tell()), n_bytes)
 
 
 def write_metadata_file(out: Path | str, kv: Mapping[str, Any], *, force: bool = False) -> None:

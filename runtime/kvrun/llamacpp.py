@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 
 from kvrun.child import Child
 from kvrun.errors import KvError
+from kvrun.evaluation.metrics import TokenScores
 from kvrun.evaluation.windows import Windows
 from kvrun.plan import LayerGeometry
 from kvrun.results import ResultRow, rotation_name
@@ -71,6 +72,13 @@ class Outcome:
 
 
 def measure(
+    model: Path, windows: Windows, setting: LlamaSetting, geometry: Sequence[LayerGeometry], **options: Any
+) -> ResultRow:
+    """The row of `measure_tokens`, which takes the same options."""
+    return measure_tokens(model, windows, setting, geometry, **options)[0]
+
+
+def measure_tokens(
     model: Path,
     windows: Windows,
     setting: LlamaSetting,
@@ -81,14 +89,21 @@ def measure(
     extra_buffers: bool | None = None,
     timeout_s: float = TIMEOUT_S,
     on_progress: Callable[[int, int], None] | None = None,
-) -> ResultRow:
+    stored: Path | None = None,
+    record: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[ResultRow, TokenScores]:
     """Measure one setting of llama.cpp's on `windows`, against its own f16 cache. Never raises for what the child does.
+
+    Returns the row, and its scores token by token: empty where the row has none.
 
     geometry: of the model's cache, to turn llama.cpp's rounded MiB into bytes and bits per value.
     n_ubatch: at most 512, llama.cpp's default: a larger one changes nothing but memory.
     extra_buffers: weight repacking; None asks `extra_buffers_work`.
     timeout_s: seconds without progress after which the child is stopped.
     on_progress: called with (windows done, windows in all).
+    stored, record: files of `kvrun.evaluation.stored`: f16's reference from an earlier row, and where to keep it.
+    say: told in one line what the child could not do but does not need.
     """
     row = ResultRow(
         engine="llama.cpp", type_k=setting.type_k, type_v=setting.type_v, n_ctx=windows.n_ctx, n_threads=n_threads
@@ -100,11 +115,15 @@ def measure(
         "base_types": [CACHE_TYPES["f16"], CACHE_TYPES["f16"]],
         "n_ctx": windows.n_ctx,
         "windows": windows.tokens.tolist(),
+        "stored": None if stored is None else str(stored),
+        "record": None if record is None else str(record),
     }
 
     def watch(event: dict[str, Any]) -> None:
         if event["event"] == "progress" and on_progress is not None:
             on_progress(event["window"], event["n_windows"])
+        elif event["event"] == "remark":
+            say(event["text"])
 
     outcome = run_child(request, rotate=setting.rotate, timeout_s=timeout_s, on_event=watch)
     context, result = outcome.events.get("context", {}), outcome.events.get("result")
@@ -116,9 +135,10 @@ def measure(
         **allocation(setting, geometry, context),
     )
     if outcome.error or result is None:
-        return replace(row, error=outcome.error or "the llama.cpp child ended without a result")
-    summary = dict(result["summary"])
-    return replace(row, n_scored=summary.pop("n"), tokens_per_s=result["tokens_per_s"], **summary)
+        return replace(row, error=outcome.error or "the llama.cpp child ended without a result"), TokenScores()
+    scores = TokenScores.from_dict(result["tokens"])
+    summary = asdict(scores.summary())
+    return replace(row, n_scored=summary.pop("n"), tokens_per_s=result["tokens_per_s"], **summary), scores
 
 
 def logits(

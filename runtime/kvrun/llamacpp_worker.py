@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import llama_cpp
@@ -23,6 +24,7 @@ import numpy as np
 from kvrun.child import dump_no_core, take_stdout
 from kvrun.errors import KvError
 from kvrun.evaluation.metrics import TokenScores
+from kvrun.evaluation.stored import Recorder, StoredReference
 from kvrun.evaluation.windows import Windows
 
 #: Exit status when the parent has gone; nobody reads it.
@@ -131,7 +133,11 @@ class LlamaContext:
 
 
 def compare(request: dict[str, Any], model: LlamaModel, send: Any) -> None:
-    """Two contexts in lock step, f16 and the setting, so that one chunk of logits of each is alive at a time."""
+    """The setting against f16: its own logits where it is f16, a file of an earlier row, or a second context beside it.
+
+    In lock step, so that one chunk of logits of each is alive at a time. `stored` of the request names that file,
+    `record` where it may be written.
+    """
     windows = Windows(np.array(request["windows"], dtype=np.int64))
     setting = LlamaContext(model, request["types"], request)
     send(
@@ -142,26 +148,52 @@ def compare(request: dict[str, Any], model: LlamaModel, send: Any) -> None:
         rot_v=setting.rot_v,
         version=llama_cpp.__version__,
     )
-    base = LlamaContext(model, request["base_types"], request | {"flash_attn": True})
+    stored = _stored_reference(request, windows.n_scored, model.n_vocab)
+    base: LlamaContext | None = None
+    if stored is None:
+        is_base = request["types"] == request["base_types"] and request["flash_attn"]
+        base = setting if is_base else LlamaContext(model, request["base_types"], request | {"flash_attn": True})
+    recorder = None
+    if base is not None and request.get("record"):
+        recorder = Recorder(
+            Path(request["record"]), windows.n_scored, model.n_vocab, lambda text: send("remark", text=text)
+        )
+    contexts = {id(context): context for context in (base, setting) if context is not None}.values()
     # Weights are mapped from the file: the first pass reads them from the disk, so it must not be the timed one.
-    for context in (base, setting):
+    for context in contexts:
         context.feed(windows.tokens[0, :1], 0, scored=False)
-        context.clear()
     setting.seconds, setting.n_tokens = 0.0, 0
     scores = TokenScores()
-    for index in range(len(windows)):
-        base.clear()
-        setting.clear()
-        for chunk in windows.chunks(request["n_ubatch"], model.n_vocab):
-            tokens = windows.tokens[index, chunk.start : chunk.stop]
-            reference = base.feed(tokens, chunk.start, scored=chunk.scored)
-            logits = setting.feed(tokens, chunk.start, scored=chunk.scored)
-            if logits is not None and reference is not None:
-                targets = windows.targets(index, chunk)
-                scores.add(logits[: len(targets)], targets, reference[: len(targets)])
-        send("progress", window=index + 1, n_windows=len(windows), ppl=scores.ppl)
+    try:
+        for index in range(len(windows)):
+            for context in contexts:
+                context.clear()
+            for chunk in windows.chunks(request["n_ubatch"], model.n_vocab):
+                tokens, targets = windows.tokens[index, chunk.start : chunk.stop], windows.targets(index, chunk)
+                known = base.feed(tokens, chunk.start, scored=chunk.scored) if base is not None else None
+                logits = known if base is setting else setting.feed(tokens, chunk.start, scored=chunk.scored)
+                if logits is None:
+                    continue
+                if recorder is not None and known is not None:
+                    recorder.add(known[: len(targets)], targets)
+                rows = stored.rows(windows.row_of(index, chunk), len(targets)) if stored is not None else None
+                scores.add(logits[: len(targets)], targets, rows if known is None else known[: len(targets)])
+            send("progress", window=index + 1, n_windows=len(windows), ppl=scores.ppl)
+        if recorder is not None:
+            recorder.finish()
+    finally:
+        if recorder is not None:
+            recorder.discard()
     tokens_per_s = setting.n_tokens / setting.seconds if setting.seconds > 0 else None
-    send("result", summary=vars(scores.summary()), tokens_per_s=tokens_per_s)
+    send("result", tokens=scores.as_dict(), tokens_per_s=tokens_per_s)
+
+
+def _stored_reference(request: dict[str, Any], n_rows: int, n_vocab: int) -> StoredReference | None:
+    """The reference of an earlier row, None where there is none that fits."""
+    try:
+        return StoredReference(Path(request["stored"]), n_rows, n_vocab) if request.get("stored") else None
+    except (KvError, OSError):
+        return None
 
 
 def write_logits(request: dict[str, Any], model: LlamaModel, send: Any) -> None:

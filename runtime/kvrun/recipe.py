@@ -79,7 +79,7 @@ class Recipe:
     version: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "version", self.version or fmt.needed_version(self.k))
+        object.__setattr__(self, "version", self.version or fmt.needed_version(self.k, self.v))
         for side in ("k", "v"):
             object.__setattr__(self, side, tuple(tuple(map(_as_stored, layer)) for layer in getattr(self, side)))
             fmt.check_heads(side, getattr(self, side), self.geometry)

@@ -8,17 +8,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvkernels.spec import Axis, QuantSpec
+from kvkernels.spec import Axis, Code, QuantSpec
 
 from .errors import RecipeError
 from .plan import HeadPlan, HeadTransform, LayerGeometry
 
 PREFIX = "kvconv."
 #: The newest version that is read. A recipe is written in the oldest version that can hold it (`needed_version`).
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 #: Widths a recipe may hold. One bit is no storage, only a control of comparisons.
 STORED_WIDTHS = (2, 3, 4, 5, 6, 8, 16)
 AXES: tuple[Axis, ...] = ("token", "channel")
+#: What `kvconv.{k,v}.code` counts; the key came with version 3 and is left out where all codes are uniform.
+CODES: tuple[Code, ...] = ("uniform", "cubic")
 #: Bits of `kvconv.{k,v}.transform`: what the head's transform is made of. The last one came with version 2.
 HAS_ORDER, HAS_HADAMARD, HAS_MATRIX, HAS_OFFSET, ROTATES = 1, 2, 4, 8, 16
 MAX_HEAD_DIM = 4096
@@ -46,7 +48,8 @@ def encode_geometry(geometry: Sequence[LayerGeometry]) -> dict[str, np.ndarray]:
 def encode_side(side: str, heads: Heads) -> dict[str, np.ndarray]:
     """Arrays of one side ("k" or "v"), heads in layer order.
 
-    bits, axis, transform: uint8; group, hadamard: uint16; clip: float32; one entry per head.  order (uint8, or uint16
+    bits, axis, transform: uint8; group, hadamard: uint16; clip: float32; one entry per head.  code: the same, uint8,
+    left out where all heads have uniform codes.  order (uint8, or uint16
     where a head has more than 256 channels), offset (float32) and matrix (float16 bits in uint16, row by row) are
     concatenated over the heads that have one, and left out where none has.
     """
@@ -70,6 +73,8 @@ def encode_side(side: str, heads: Heads) -> dict[str, np.ndarray]:
         arrays["offset"] = np.concatenate(offsets).astype(np.float32)
     if matrices:
         arrays["matrix"] = np.concatenate([m.astype(np.float16).ravel() for m in matrices]).view(np.uint16)
+    if any(s.code != "uniform" for s in specs):
+        arrays["code"] = np.array([CODES.index(s.code) for s in specs], np.uint8)
     return {f"{PREFIX}{side}.{name}": array for name, array in arrays.items()}
 
 
@@ -83,8 +88,10 @@ def _flags(transform: HeadTransform) -> int:
     )
 
 
-def needed_version(k: Heads) -> int:
-    """The oldest format version that can hold these keys."""
+def needed_version(k: Heads, v: Heads) -> int:
+    """The oldest format version that can hold these keys and values."""
+    if any(head.spec.code != "uniform" for layer in (*k, *v) for head in layer):
+        return 3
     return 2 if any(head.transform.rotating for layer in k for head in layer) else 1
 
 
@@ -99,6 +106,10 @@ class Fields:
         if value is None:
             raise RecipeError(f"{PREFIX}{name} is missing")
         return value
+
+    def has(self, name: str) -> bool:
+        """Whether a key is there."""
+        return PREFIX + name in self._source
 
     def text(self, name: str) -> str:
         """A string."""
@@ -162,6 +173,10 @@ def decode_side(fields: Fields, side: str, geometry: Sequence[LayerGeometry], ve
     hadamard = fields.array(f"{side}.hadamard", (np.uint16,), n).tolist()
     clip = fields.array(f"{side}.clip", (np.float32,), n).tolist()
 
+    code = [0] * n
+    if version >= 3 and fields.has(f"{side}.code"):
+        code = fields.array(f"{side}.code", (np.uint8,), n).tolist()
+
     def having(flag: int, name: str, dtypes: tuple[type[np.generic], ...], power: int = 1) -> list[np.ndarray | None]:
         pieces = iter(fields.chunks(name, dtypes, [d**power for d, f in zip(dims, flags, strict=True) if f & flag]))
         return [next(pieces) if f & flag else None for f in flags]
@@ -172,6 +187,8 @@ def decode_side(fields: Fields, side: str, geometry: Sequence[LayerGeometry], ve
         raise RecipeError(f"{PREFIX}{side}.hadamard does not fit {PREFIX}{side}.transform")
     if any(a >= len(AXES) for a in axis):
         raise RecipeError(f"{PREFIX}{side}.axis names an axis that this version does not know")
+    if any(c >= len(CODES) for c in code):
+        raise RecipeError(f"{PREFIX}{side}.code names a code that this version does not know")
     orders = having(HAS_ORDER, f"{side}.order", (np.uint8, np.uint16))
     offsets = having(HAS_OFFSET, f"{side}.offset", (np.float32,))
     matrices = having(HAS_MATRIX, f"{side}.matrix", (np.uint16,), power=2)
@@ -185,7 +202,7 @@ def decode_side(fields: Fields, side: str, geometry: Sequence[LayerGeometry], ve
             offset=None if offset is None else offset.astype(np.float32),
             rotating=bool(flags[i] & ROTATES),
         )
-        return HeadPlan(QuantSpec(bits[i], group[i], AXES[axis[i]]), transform, clip[i])
+        return HeadPlan(QuantSpec(bits[i], group[i], AXES[axis[i]], CODES[code[i]]), transform, clip[i])
 
     heads = []
     for i in range(n):
@@ -227,8 +244,8 @@ def _check_head(head: HeadPlan, dim: int, side: str) -> None:
     if spec.bits not in STORED_WIDTHS:
         raise RecipeError(f"{spec.bits} bits is none of {', '.join(map(str, STORED_WIDTHS))}")
     spec.check_head_dim(dim)
-    if spec.code != "uniform":
-        raise RecipeError(f"{spec.code} blocks are for measuring llama.cpp's format; a recipe holds uniform codes")
+    if spec.emulates:
+        raise RecipeError(f"{spec.code} blocks are for measuring llama.cpp's format; a recipe does not hold them")
     if spec.group > 65535:
         raise RecipeError(f"group {spec.group} is too large")
     if not 0.0 < head.clip <= 1.0:

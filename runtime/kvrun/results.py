@@ -39,8 +39,10 @@ class ResultRow:
     note: a warning that belongs to the row, for example that the recipe was calibrated on the measured text.
     control: whether the row exists to fail: its figures must be far worse than all others.
     rms_dp: root mean square of the change in the right token's probability, 0 to 1.
-    baseline: the row of the same engine that this one is paired with, empty for none.
+    baseline: the row of ours that this one is paired with, token by token; empty for none.
     kld_difference: mean KL divergence less the baseline's.  kld_difference_low, kld_difference_high: its 95 % interval.
+    reference: what the divergence is measured from where it is not the f16 cache of the same engine.
+    kld_by_position, kld_by_confidence: bins of `kvrun.evaluation.breakdown`.
     """
 
     engine: str
@@ -83,6 +85,9 @@ class ResultRow:
     kld_difference: float | None = None
     kld_difference_low: float | None = None
     kld_difference_high: float | None = None
+    reference: str = ""
+    kld_by_position: list[dict[str, float]] | None = None
+    kld_by_confidence: list[dict[str, float]] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The row as plain types, in the order of the fields."""

@@ -185,6 +185,12 @@ def test_widths_mixed_by_head() -> None:
     check(LayerShape(5, 5, 80, 112), k, v, sinks=5, window=9, steps=[130, 1, 60, 1], n_threads=3)
 
 
+def test_cubic_codes_beside_uniform_ones() -> None:
+    k = [QuantSpec(2, 80, code="cubic"), QuantSpec(3, 40), F16, QuantSpec(6, 80, code="cubic"), QuantSpec(4, 16)]
+    v = [QuantSpec(4, 56, code="cubic"), F16, QuantSpec(4, 112), QuantSpec(2, 8), QuantSpec(3, 28, code="cubic")]
+    check(LayerShape(5, 5, 80, 112), k, v, sinks=5, window=9, steps=[130, 1, 60, 1], n_threads=3)
+
+
 @pytest.mark.parametrize(
     ("n_head", "n_kv", "d"),
     [(1, 1, 96), (4, 2, 64), (9, 3, 64), (14, 2, 64), (8, 1, 128), (10, 1, 40), (16, 1, 64), (26, 2, 64), (8, 8, 256)],

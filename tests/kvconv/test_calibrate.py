@@ -244,7 +244,7 @@ def test_a_disk_that_fills_up_leaves_nothing(
         (["-f", "binary"], "is not UTF-8 text"),
         (["--group", "48"], "group 48 does not divide the head size 64"),
         (["-c", "64"], "exceed the context of 64"),
-        (["--bits", "2.2"], "2.2 bits are less than the narrowest storage takes, 2.50"),
+        (["--bits", "2.2"], "2.2 bits are less than the narrowest storage takes, 2.25"),
         (["--bits", "4", "--k-bits", "6"], "less than the narrowest storage takes"),
     ],
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvkernels.quantize import dequantize, quantize
+from kvkernels.quantize import dequantize, dequantize_cubic, quantize, quantize_cubic
 from kvkernels.spec import QuantSpec
 from kvrun.cache import KVCache, head_matrix
 from kvrun.cache_types import plan_for
@@ -70,7 +70,10 @@ def restored(x: torch.Tensor, head: HeadPlan, d: int) -> torch.Tensor:
     """All tokens of one head [n, d] (f16, a whole number of blocks) quantized and restored."""
     if not head.spec.quantized:
         return x.double()
-    codes, scale, minimum = quantize(x[None], head.spec, torch.tensor([head.clip]) if head.clip != 1 else None)
+    clip = torch.tensor([head.clip]) if head.clip != 1 else None
+    if head.spec.code == "cubic":
+        return dequantize_cubic(*quantize_cubic(x[None], head.spec, clip), head.spec, torch.float64)[0]
+    codes, scale, minimum = quantize(x[None], head.spec, clip)
     return dequantize(codes, scale, minimum, head.spec, torch.float64)[0]
 
 
@@ -134,6 +137,7 @@ SPECS = {
     "4 bits": (QuantSpec(4, 32), QuantSpec(4, 8)),
     "3 and 2 bits": (QuantSpec(3, 8), QuantSpec(2, 24)),
     "5 and 6 bits": (QuantSpec(5, 16), QuantSpec(6, 24)),
+    "cubic": (QuantSpec(2, 32, code="cubic"), QuantSpec(5, 8, code="cubic")),
     "8 bits and f16": (QuantSpec(8, 32), QuantSpec(16)),
     "KIVI": (QuantSpec(2, 32, "channel"), QuantSpec(2, 8)),
     "channels of 16": (QuantSpec(4, 16, "channel"), QuantSpec(3, 16, "channel")),

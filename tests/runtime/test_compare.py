@@ -10,14 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import kvrun.compare
 from kvkernels.spec import QuantSpec
+from kvrun.cache_types import plan_for
 from kvrun.cli import app
-from kvrun.compare import LLAMA_SETTINGS, control_complaint, our_settings
+from kvrun.compare import control_complaint
+from kvrun.compare_settings import LLAMA_SETTINGS, observed_channels, offset_only, order_only, our_settings
 from kvrun.compare_table import footnote, report
 from kvrun.console import exit_status
+from kvrun.engine import Engine
+from kvrun.evaluation.windows import Windows
 from kvrun.gguf_file import GGUFFile
 from kvrun.gguf_write import write_metadata_file
 from kvrun.llamacpp import LlamaSetting
@@ -31,6 +37,8 @@ FIELDS = [
     "engine", "type_k", "type_v", "recipe", "rotation", "n_ctx", "n_scored", "ppl", "kld_mean", "kld_p99", "same_top",
     "bits_per_value", "kv_bytes", "tokens_per_s", "packed_read", "error",
 ]  # fmt: skip
+#: Rows of ours without a recipe.
+KINDS = ["f16", *["kv4"] * 4, "kv4+offset", "kv4-g32", "kv4-g32+order", "kv1"]
 PROSE = "It was the best of times, it was the worst of times, and the children went home with their mothers. " * 20
 
 
@@ -85,10 +93,16 @@ def test_the_whole_table_as_json(tiny: Path, capsys: pytest.CaptureFixture[str])
         ("kvrun", "kv4", "off", 0, 0),
         ("kvrun", "kv4", "on", 4, 32),
         ("kvrun", "kv4", "on", 0, 0),
+        ("kvrun", "kv4+offset", "off", 0, 0),
+        ("kvrun", "kv4-g32", "off", 0, 0),
+        ("kvrun", "kv4-g32+order", "off", 0, 0),
         ("kvrun", "auto", "v", 4, 32),
         ("kvrun", "auto", "v", 0, 0),
         ("kvrun", "kv1", "off", 0, 0),
+        ("kvrun", "f16", "off", 0, 0),
     ]
+    assert rows[-1]["reference"] == "llama.cpp f16" and not any(row["reference"] for row in rows[:-1])
+    assert 1e-9 < rows.pop()["kld_mean"] < 1e-3, "the engines' noise floor"
     theirs = [(r["type_k"], r["type_v"], r["rotation"]) for r in rows if r["engine"] == "llama.cpp"]
     assert theirs == [("f16", "f16", "off")] + [
         (t, t, rotation) for t in ("q8_0", "q5_1", "q4_1", "q4_0", "iq4_nl") for rotation in ("on", "off")
@@ -107,9 +121,13 @@ def test_the_whole_table_as_json(tiny: Path, capsys: pytest.CaptureFixture[str])
     assert [row["type_k"] for row in rows if row["control"]] == ["kv1"]
     ours = {(r["type_k"], r["rotation"], r["window"]): r for r in rows if r["engine"] == "kvrun"}
     paired = {key: row for key, row in ours.items() if row["baseline"]}
-    assert set(paired) == {(t, rotation, w) for t, rotation in (("kv4", "on"), ("auto", "v")) for w in (0, 32)}
-    for (_, _, window), row in paired.items():
-        difference = row["kld_mean"] - ours["kv4", "off", window]["kld_mean"]
+    beside = {row["type_k"] for row in rows if row["engine"] == "llama.cpp" and row["baseline"]}
+    assert beside == {"q8_0", "q5_1", "q4_1", "q4_0", "iq4_nl"}
+    twice = {(t, rotation, w) for t, rotation in (("kv4", "on"), ("auto", "v")) for w in (0, 32)}
+    assert set(paired) == twice | {(t, "off", 0) for t in ("kv4+offset", "kv4-g32", "kv4-g32+order")}
+    for (name, _, window), row in paired.items():
+        assert row["baseline"] == ("kv4-g32" if name == "kv4-g32+order" else "kv4")
+        difference = row["kld_mean"] - ours[row["baseline"], "off", window]["kld_mean"]
         assert row["kld_difference"] == pytest.approx(difference)
         assert row["kld_difference_low"] <= difference <= row["kld_difference_high"]
     assert all((row["rms_dp"] > 0) == (row["type_k"] != "f16") for row in rows)
@@ -122,7 +140,7 @@ def test_the_table_for_people(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsy
     out = capsys.readouterr().out
     lines = out.splitlines()
     table = [line for line in lines if line.startswith("|")]
-    assert len(table) == 2 + 8 + 2 and len({len(line) for line in table}) == 1
+    assert len(table) == 2 + 11 + 2 + 1 and len({len(line) for line in table}) == 1
     assert any("SIGABRT" in line for line in table), "the row that could not run says why"
     assert any("4 sinks + last 32" in line for line in table)
     assert "31 scored" in out and "f16 cache of the same engine" in out and "allocated" in out
@@ -139,7 +157,7 @@ def test_csv_and_jsonl_hold_the_same_rows(
     as_csv = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert compare(*common, "-o", "jsonl") == 0
     as_jsonl = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["type_k"] for row in as_csv] == [row["type_k"] for row in as_jsonl] == ["f16", *["kv4"] * 4, "kv1"]
+    assert [row["type_k"] for row in as_csv] == [row["type_k"] for row in as_jsonl] == KINDS
     for one, other in zip(as_csv, as_jsonl, strict=True):
         assert float(one["ppl"]) == pytest.approx(other["ppl"])
         assert ResultRow.from_dict({**other, "a field of tomorrow": 1}).as_dict() == other
@@ -184,7 +202,7 @@ def test_without_a_recipe_its_rows_are_missing_and_that_is_said(
     Path("kvconv-tiny.gguf").unlink()
     assert compare(tiny, "-f", "text.txt", "-c", "64", "--chunks", "1", "-o", "json") == 0
     printed = capsys.readouterr()
-    assert [row["type_k"] for row in json.loads(printed.out)] == ["f16", *["kv4"] * 4, "kv1"]
+    assert [row["type_k"] for row in json.loads(printed.out)] == KINDS
     assert "kvconv calibrate" in printed.err
 
 
@@ -225,7 +243,7 @@ def test_ctrl_c_is_130(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     def interrupted(*arguments: Any, **options: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvrun.llamacpp.measure", interrupted)
+    monkeypatch.setattr("kvrun.llamacpp.measure_tokens", interrupted)
     assert compare(tiny, "-f", "text.txt", "-c", "64", "--chunks", "1") == 130
     assert capsys.readouterr().out == ""
 
@@ -283,6 +301,53 @@ def test_settings(tiny: Path) -> None:
     transforms = [{head.transform.name for side in (p.k, p.v) for layer in side for head in layer} for p in plans[1:5]]
     assert transforms == [{"identity"}, {"identity"}, {"hadamard64"}, {"hadamard64"}]
     assert len(LLAMA_SETTINGS) == 11 and len(set(LLAMA_SETTINGS)) == 11
+
+
+def test_rows_of_one_part_of_a_recipe_alone(tiny: Path) -> None:
+    """From the recipe where it has the part, on the heads that have it; else from the text."""
+    engine = Engine(load_model(tiny))
+    geometry, windows = engine.model.config.geometry, Windows(np.arange(128, dtype=np.int64).reshape(2, 64))
+    channels = observed_channels(engine, windows)
+    keys: list[torch.Tensor] = []
+    engine.observe(windows.tokens[0, :32].tolist(), 64, lambda il, k, v: keys.append(k))
+    identity = plan_for(geometry, "kv4", "kv4", recipe=None, sinks=0, window=0)
+
+    offset = offset_only(identity, make_recipe(tiny, b""), channels)
+    assert offset.note == "offset of the first window's half that is not scored"
+    for il, layer in enumerate(offset.plan.k):
+        for ih, head in enumerate(layer):
+            assert head.transform.name == "offset" and head.spec == QuantSpec(4, 64)
+            assert head.transform.offset == pytest.approx(keys[il][ih].mean(0).numpy(), abs=1e-6)
+    assert offset.plan.v == identity.v
+
+    plain, ordered = order_only(identity, None, channels)
+    assert (plain.baseline, ordered.baseline) == ("kv4", plain.plan.type_k) == ("kv4", "kv4-g32")
+    spread = keys[1][0].amax(0) - keys[1][0].amin(0)
+    order = ordered.plan.k[1][0].transform.order
+    assert order is not None and (np.diff(spread.numpy()[order]) >= 0).all() and order.dtype == np.uint16
+    assert {h.transform.name for layer in ordered.plan.v for h in layer} == {"order"}
+    assert {h.spec for p in (plain.plan, ordered.plan) for layer in (*p.k, *p.v) for h in layer} == {QuantSpec(4, 32)}
+
+    mine = HeadTransform(np.arange(64, dtype=np.uint16)[::-1].copy(), 64, None, np.ones(64, np.float32), True)
+    recipe = make_recipe(tiny, b"")
+    recipe = replace(recipe, k=((HeadPlan(QuantSpec(4, 64), mine), *recipe.k[0][1:]), *recipe.k[1:]))
+    offset, (_, ordered) = offset_only(identity, recipe, channels), order_only(identity, recipe, channels)
+    names = [[head.transform.name for head in layer] for layer in offset.plan.k]
+    assert names == [["rotating offset", "identity"], ["identity", "identity"]] and "recipe" in offset.note
+    assert [head.transform.name for head in ordered.plan.k[0]] == ["order", "identity"]
+    assert {head.transform.name for layer in ordered.plan.v for head in layer} == {"identity"}
+
+
+def test_presets_are_rows_and_those_that_cannot_be_had_say_why(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few(monkeypatch)
+    assert compare(tiny, "-f", "text.txt", "-c", "256", "--chunks", "1", "-o", "json", "--presets") == 0
+    rows = {row["type_k"]: row for row in json.loads(capsys.readouterr().out)}
+    for name in ("kivi2", "kivi4", "had-v2-kivi4", "quarot"):
+        assert rows[name]["error"] == "" and rows[name]["kld_mean"] > 1e-6, name
+    for name in ("skvq", "skvq-safe"):
+        assert "kvconv skvq" in rows[name]["error"] and rows[name]["model"] == "tiny.gguf"
 
 
 def test_the_footnote_says_what_cannot_be_told_apart() -> None:

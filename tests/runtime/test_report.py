@@ -236,7 +236,13 @@ def test_compare_writes_a_report(
                  "--report", tmp_path / "out", "--diagnose", tmp_path / "d.json"]  # fmt: skip
     assert kvrun(*arguments) == 0, capsys.readouterr().err
     content = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert {r["type_k"] for r in content["rows"]} == {"f16", "kv4", "kv1"}
+    parts = {"kv4+offset", "kv4-g32", "kv4-g32+order"}
+    assert {r["type_k"] for r in content["rows"]} == {"f16", "kv4", "kv1"} | parts
+    beside = {"kv4", "kv4 4+32", "kv4 rotated", "kv4 rotated 4+32", "kv4+offset/kv4", "kv4-g32", "kv4-g32+order"}
+    assert set(content["positions"]) == beside and all(len(points) == 8 for points in content["positions"].values())
+    for name in ("report.md", "report.html"):
+        page = (tmp_path / "out" / name).read_text()
+        assert "By confidence of the reference" in page and "By position in the window" in page
     assert len(content["header"]["Text"][1].split()[-1]) == 64 and "torch" in content["header"]["Versions"]
     assert "Keys of layer 0 stand out." in (tmp_path / "out" / "report.html").read_text()
     before = (tmp_path / "out" / "report.json").stat().st_mtime_ns

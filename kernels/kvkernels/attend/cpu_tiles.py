@@ -11,6 +11,7 @@ import math
 from ..jit import F16, F32, I64, PTR, Emitter, Function, Val, compile_function, host_target, vec
 from ..pack.cpu import PAGE, key_codes, page_bytes, value_codes
 from ..quantize.cpu import SideName
+from ..quantize.cubic import polynomial
 from ..spec import QuantSpec
 
 #: `tile(codes, scale, minimum, page, out)`: one page (int64) of a head's store.
@@ -78,9 +79,30 @@ def _keys(e: Emitter, spec: QuantSpec, d: int) -> None:
                 step, low = (e.load(F32, table + 4 * c).splat(n) for table in (steps, lows))
             elif c % spec.group == 0:
                 place = (page * (d // spec.group) + c // spec.group) * (2 * PAGE) + 2 * first
-                step, low = (e.load(vec(F16, n), table + place).to(F32) for table in (scales, minima))
+                step, low = _step(e, spec, *(e.load(vec(F16, n), t + place) for t in _tables(spec, scales, minima)))
             code = key_codes(e, at, c, spec, d, first, n).to(F32)
-            e.store(e.fma(code, step, low), out + (c * PAGE + first) * 4)
+            e.store(_restored(e, spec, code, step, low), out + (c * PAGE + first) * 4)
+
+
+def _tables(spec: QuantSpec, scales: Val, minima: Val) -> list[Val]:
+    return [scales, minima] if spec.has_minimum else [scales]
+
+
+def _step(e: Emitter, spec: QuantSpec, scale: Val, minimum: Val | None = None) -> tuple[Val, Val]:
+    """What `_restored` needs of a group, float32: step and minimum, or the two coefficients of the cubic code."""
+    step = scale.to(F32)
+    if minimum is not None:
+        return step, minimum.to(F32)
+    a, b = polynomial(spec.bits)
+    return step * a, step * b
+
+
+def _restored(e: Emitter, spec: QuantSpec, code: Val, step: Val, low: Val) -> Val:
+    """Values <n x float> of codes <n x float>; step, low: of `_step`."""
+    if spec.has_minimum:
+        return e.fma(code, step, low)
+    y = code + code - float(2**spec.bits - 1)
+    return y * e.fma(y * y, low, step)
 
 
 def _floats(e: Emitter, halves: Val, n: int) -> Val:
@@ -98,13 +120,13 @@ def _values(e: Emitter, spec: QuantSpec, d: int) -> None:
         n_groups = d // spec.group
         n = math.gcd(spec.group, lanes)
         row = page * (n_groups * PAGE * 2)
-        steps, lows = (_floats(e, table + row, n_groups * PAGE) for table in (scales, minima))
+        tables = [_floats(e, table + row, n_groups * PAGE) for table in _tables(spec, scales, minima)]
         with e.loop(0, d, n) as c:
             group = (c // spec.group) * (4 * PAGE)
             for t in range(PAGE):
-                step, low = (e.load(F32, table + group + 4 * t).splat(n) for table in (steps, lows))
+                step, low = _step(e, spec, *(e.load(F32, table + group + 4 * t).splat(n) for table in tables))
                 code = value_codes(e, at, t, spec, d, c, n).to(F32)
-                e.store(e.fma(code, step, low), out + (c + t * d) * 4)
+                e.store(_restored(e, spec, code, step, low), out + (c + t * d) * 4)
         return
     for first, n in column_blocks(d):
         c = e.const(I64, first)

@@ -7,6 +7,7 @@ from typing import Literal
 from ..jit import F16, F32, I8, I16, I32, I64, PTR, Emitter, Function, Val, compile_function, vec
 from ..pack.cpu import PAGE, page_bytes, store_key, store_value
 from ..spec import QuantSpec
+from .cubic import thresholds
 from .reference import F16_MAX
 
 SideName = Literal["k", "v"]
@@ -21,7 +22,7 @@ def pack_function(side: SideName, spec: QuantSpec, d: int) -> Function:
     rows: float16 [n, d].  first: index of the first token in the store; it and `n` are multiples of `spec.block`.
     codes, scale, minimum: the head's pages (`kvkernels.pack.cpu`).  clip: float32 in (0, 1].
     """
-    if spec.code != "uniform":
+    if spec.emulates:
         raise ValueError(f"the CPU kernels have no {spec.code} blocks; the reference engine has")
     name = f"pack_{side}{spec.bits}"
     return compile_function(name, (side, spec, d), lambda: _write(name, side, spec, d))
@@ -76,6 +77,18 @@ def _codes(e: Emitter, x: Val, minimum: Val, scale: Val, spec: QuantSpec) -> Val
     return code.to(I32).to(I8)
 
 
+def _cubic_codes(e: Emitter, x: Val, scale: Val, spec: QuantSpec) -> Val:
+    """Codes <n x i8> of values <n x float> as `quantize_cubic` has them; scale: float16, of the same length."""
+    step = scale.to(F32)
+    usable = step > 0.0
+    size = e.maximum(x, 0.0 - x) / usable.select(step, e.const(step.type, 1.0))
+    n, half = x.type.count, 2 ** (spec.bits - 1)
+    above = e.const(vec(I32, n), 0)
+    for threshold in thresholds(spec.bits):
+        above = above + (size > threshold).select(e.const(above.type, 1), e.const(above.type, 0))
+    return (x < 0.0).select(half - 1 - above, above + half).to(I8)
+
+
 def _by_token(e: Emitter, side: SideName, spec: QuantSpec, d: int) -> None:
     rows, first, n, codes, scales, minima, clip = e.args
     g, n_groups = spec.group, d // spec.group
@@ -85,11 +98,16 @@ def _by_token(e: Emitter, side: SideName, spec: QuantSpec, d: int) -> None:
         with e.loop(0, n_groups) as group:
             x = e.load(vec(F16, g), rows + (i * d + group * g) * 2, 2).to(F32)
             low, high = e.reduce(e.minimum, x), e.reduce(e.maximum, x)
-            minimum, scale = _range(e, low, high, clip, spec)
             at = ((number * n_groups + group) * PAGE + lane) * 2
+            if spec.code == "cubic":
+                scale = e.minimum(e.maximum(high, 0.0 - low) * clip, F16_MAX).to(F16)
+                coded = _cubic_codes(e, x, scale.splat(g), spec)
+            else:
+                minimum, scale = _range(e, low, high, clip, spec)
+                e.store(minimum, minima + at)
+                coded = _codes(e, x, minimum.splat(g), scale.splat(g), spec)
             e.store(scale, scales + at)
-            e.store(minimum, minima + at)
-            e.store(_codes(e, x, minimum.splat(g), scale.splat(g), spec), spill + group * g, 1)
+            e.store(coded, spill + group * g, 1)
         store = store_key if side == "k" else store_value
         store(e, e.load(vec(I8, d), spill, 64), page, lane, spec, d)
 

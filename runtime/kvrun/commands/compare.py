@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,7 @@ from kvrun.commands.common import (
     WeightsBudgetOption,
     choose_model,
     load_session,
+    parse_size,
     read_text,
     set_threads,
 )
@@ -65,6 +67,26 @@ def compare(
             show_default=False,
         ),
     ] = None,
+    presets: Annotated[
+        bool, typer.Option("--presets", help="Also KIVI, SKVQ, QuaRot and others of `perplexity --preset`.")
+    ] = False,
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            "--results",
+            metavar="FILE",
+            help="Append each finished row to this JSONL file, and do not measure again what it holds.",
+            show_default=False,
+        ),
+    ] = None,
+    references: Annotated[
+        str,
+        typer.Option(
+            "--references",
+            metavar="SIZE",
+            help="Disk space for the distributions of the f16 caches, kept between runs; 0 keeps none.",
+        ),
+    ] = "4G",
     force: Annotated[bool, typer.Option("--force", help="Write the report into a folder that exists.")] = False,
     output: OutputOption = OutputFormat.md,
 ) -> None:
@@ -72,8 +94,10 @@ def compare(
 
     Each row is measured against the f16 cache of its own engine. Without -f the text is the documentation inside
     Python's library; 3 windows are enough to tell rows apart that differ by a factor of 1.5. When the control (1-bit
-    keys) does not fail, the table is still written and the exit status is 1.
+    keys) does not fail, the table is still written and the exit status is 1. With --results an interrupted comparison
+    goes on where it was: same model, text, cut, cache types, engine, threads and code are the same row.
     """
+    limit_bytes = parse_size(references)
     path = choose_model(model_argument, model)
     set_threads(threads)
     if report_folder is None and (force or diagnosis is not None):
@@ -97,7 +121,9 @@ def compare(
     from kvrun.compare import SAME_TEXT, control_complaint
     from kvrun.compare import compare as run
     from kvrun.compare_table import COLUMNS, report
+    from kvrun.evaluation.reference_cache import ReferenceCache
     from kvrun.evaluation.windows import cut
+    from kvrun.result_file import ResultFile
 
     tokenizer = session.tokenizer
     bos = tokenizer.bos if tokenizer.add_bos else None
@@ -108,10 +134,17 @@ def compare(
     elif text.was_used_by(session.recipe):
         note(f"WARNING: {SAME_TEXT}; measure on another text with -f", style="bold red")
 
+    known = None if results is None else ResultFile(results, partial(note, style="yellow"))
+    if known is not None and len(known):
+        note(
+            f"{printable(str(results))} holds {len(known)} rows; those of this comparison are taken from it",
+            style="dim",
+        )
     rows: list[ResultRow] = []
     with closing(_Reporter()) as reporter:
         for row in run(
             session.engine, windows, text, recipe=session.recipe, n_threads=torch.get_num_threads(), n_ubatch=ubatch,
+            presets=presets, results=known, references=ReferenceCache(note, limit_bytes=limit_bytes or 0),
             on_progress=reporter.progress,
         ):  # fmt: skip
             reporter.finished(row)
@@ -121,10 +154,10 @@ def compare(
     else:
         print_rows([row.as_dict() for row in rows], COLUMNS, output)
     if report_folder is not None:
-        from kvrun.report import header_of, write_report
+        from kvrun.report import curves_of, header_of, write_report
 
         header = header_of(session.model.file, text, windows, session.recipe)
-        written = write_report(rows, header, report_folder, layers=layers, force=True)
+        written = write_report(rows, header, report_folder, positions=curves_of(rows), layers=layers, force=True)
         note(f"wrote {', '.join(printable(str(path)) for path in written)}", style="dim")
     complaint = control_complaint(rows)
     if complaint:
@@ -155,10 +188,13 @@ class _Reporter:
             name += f", {row.sinks} sinks, window {row.window}"
         elif row.type_k != "f16":
             name += f", rotation {row.rotation}"
+        if row.reference:
+            name += f" against {row.reference}"
         if row.error:
             note(f"{name}: {row.error}", style="red")
         else:
-            note(f"{name}: PPL {row.ppl:.3f}, KLD {row.kld_mean:.4f}", style="dim")
+            ppl = "infinite" if row.ppl is None else f"{row.ppl:.3f}"
+            note(f"{name}: PPL {ppl}, KLD {row.kld_mean:.4f}", style="dim")
 
     def close(self) -> None:
         """Take the bar away."""

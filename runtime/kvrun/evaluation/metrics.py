@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvrun.errors import MeasurementError
+
+if TYPE_CHECKING:
+    from kvrun.evaluation.stored import StoredRows
 
 #: Values handled at once: float64 temporaries of 4 MiB stay in the CPU's cache.
 _BLOCK_VALUES = 1 << 19
@@ -57,8 +61,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 class TokenScores:
     """Scores of tokens, fed a batch of logits at a time; keeps scalars per token and never the logits.
 
-    nll, kld, nll_reference, same_top: float64 / bool [n] so far, in the order they were added; all but `nll` are empty
-    when there is no reference.
+    nll, kld, nll_reference, same_top, confidence: float64 / bool [n] so far, in the order they were added; all but
+    `nll` are empty when there is no reference.
     """
 
     def __init__(self) -> None:
@@ -66,18 +70,22 @@ class TokenScores:
         self._nll_reference: list[np.ndarray] = []
         self._kld: list[np.ndarray] = []
         self._same_top: list[np.ndarray] = []
+        self._confidence: list[np.ndarray] = []
 
-    def add(self, logits: np.ndarray, targets: np.ndarray, reference: np.ndarray | None = None) -> None:
+    def add(self, logits: np.ndarray, targets: np.ndarray, reference: np.ndarray | StoredRows | None = None) -> None:
         """Score a batch.
 
         logits: float [n, n_vocab].  targets: int [n], the token that follows each position.
-        reference: float [n, n_vocab], logits of the same positions by the reference; give it always or never.
+        reference: the same positions by the reference, as logits float [n, n_vocab] or as they were kept on disk; give
+            it always or never.
         Raises MeasurementError for logits that are not finite: no statistic of them would mean anything.
         """
         if logits.ndim != 2 or len(targets) != len(logits):
             raise ValueError(f"logits must be [n, n_vocab] with n targets, not {logits.shape} with {len(targets)}")
-        if reference is not None and reference.shape != logits.shape:
-            raise ValueError(f"reference logits are {reference.shape}, the logits {logits.shape}")
+        if reference is not None:
+            shape = reference.shape if isinstance(reference, np.ndarray) else (len(reference), reference.n_vocab)
+            if shape != logits.shape:
+                raise ValueError(f"reference logits are {shape}, the logits {logits.shape}")
         if self._nll and (reference is None) != (not self._kld):
             raise ValueError("give reference logits for every batch or for none")
         rows = max(1, _BLOCK_VALUES // max(1, logits.shape[1]))
@@ -85,7 +93,7 @@ class TokenScores:
             part = slice(start, start + rows)
             self._add_block(logits[part], np.asarray(targets[part]), None if reference is None else reference[part])
 
-    def _add_block(self, logits: np.ndarray, targets: np.ndarray, reference: np.ndarray | None) -> None:
+    def _add_block(self, logits: np.ndarray, targets: np.ndarray, reference: np.ndarray | StoredRows | None) -> None:
         index = np.arange(len(logits))
         log_q = log_softmax(logits)
         nll = -log_q[index, targets]
@@ -95,16 +103,22 @@ class TokenScores:
                 "check the file, and try an f16 cache"
             )
         if reference is not None:
-            log_p = log_softmax(reference)
-            probability = np.exp(log_p)
-            log_p -= log_q
-            kld = np.einsum("ij,ij->i", probability, log_p)
-            nll_reference = nll - log_p[index, targets]
+            if isinstance(reference, np.ndarray):
+                log_p = log_softmax(reference)
+                nll_reference = -log_p[index, targets]
+                probability = np.exp(log_p)
+                confidence, best = probability.max(axis=1), reference.argmax(axis=1)
+                log_p -= log_q
+                kld = np.einsum("ij,ij->i", probability, log_p)
+            else:
+                nll_reference, kld = -reference.log_p_target, reference.kld(log_q)
+                confidence, best = reference.confidence, reference.argmax
             if not (np.isfinite(kld).all() and np.isfinite(nll_reference).all()):
                 raise MeasurementError("the reference logits are not finite; check the model file")
             self._kld.append(kld)
             self._nll_reference.append(nll_reference)
-            self._same_top.append(logits.argmax(axis=1) == reference.argmax(axis=1))
+            self._same_top.append(logits.argmax(axis=1) == best)
+            self._confidence.append(confidence)
         self._nll.append(nll)
 
     @property
@@ -126,6 +140,25 @@ class TokenScores:
     def same_top(self) -> np.ndarray:
         """Whether both have the same most probable token, bool [n]."""
         return _join(self._same_top).astype(bool)
+
+    @property
+    def confidence(self) -> np.ndarray:
+        """Probability that the reference gives its most probable token, float64 [n]."""
+        return _join(self._confidence)
+
+    def as_dict(self) -> dict[str, list[Any]]:
+        """Everything per token as plain lists, to be sent to another process."""
+        names = ("nll", "nll_reference", "kld", "same_top", "confidence")
+        return {name: getattr(self, name).tolist() for name in names}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, list[Any]]) -> TokenScores:
+        """The scores that `as_dict` was made of."""
+        scores = cls()
+        for name in ("nll", "nll_reference", "kld", "same_top", "confidence"):
+            if values.get(name):
+                getattr(scores, f"_{name}").append(np.asarray(values[name]))
+        return scores
 
     def __len__(self) -> int:
         return sum(len(part) for part in self._nll)

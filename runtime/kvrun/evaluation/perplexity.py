@@ -1,8 +1,9 @@
 """Runs texts through caches: each plan gets its own cache, and all advance together, a chunk at a time.
 
 Every figure goes through the cache as decoding does: a chunk's keys and values are stored first, and its queries then
-read what the visibility rule lets them see. Chunk size changes nothing but speed. With a reference, all plans are in
-lock step with it, so that one chunk of logits per engine pass is alive at a time, whatever the length of the window.
+read what the visibility rule lets them see. Chunk size changes nothing but speed. The reference is a plan that all
+others are in lock step with, so that one chunk of logits per engine pass is alive at a time, whatever the length of
+the window; or it was kept on disk by an earlier run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvrun.errors import KvError
 from kvrun.evaluation.guard import check_cache_was_read
 from kvrun.evaluation.metrics import TokenScores
 from kvrun.evaluation.probe import check_cache_obeys
+from kvrun.evaluation.stored import Recorder, StoredReference, StoredRows
 from kvrun.evaluation.texts import MeasuredText
 from kvrun.evaluation.windows import Chunk, Windows
 from kvrun.plan import CachePlan
@@ -133,21 +135,25 @@ def run_plans(
     windows: Windows,
     plans: Sequence[CachePlan],
     *,
-    reference: CachePlan | None = None,
+    reference: CachePlan | StoredReference | None = None,
     n_ubatch: int = 512,
     bypass: bool = False,
     on_window: Callable[[int, list[Run]], None] | None = None,
+    record: Recorder | None = None,
 ) -> list[Run]:
     """Run every plan over all windows; nothing is checked yet (`Run.check`, `Run.row`).
 
     reference: a plan whose logits the others are compared with. It is not in the result; name it in `plans` as well to
-        get its own row, which costs no second pass.
+        get its own row, which costs no second pass. Or a reference of these windows that was kept on disk.
     on_window: called after each window with the number done and the runs.
+    record: keeps the reference on disk while it is computed; closing it is the caller's.
     A plan that fails does not stop the others; a reference that fails raises.
     """
     runs = [Run(engine, plan, windows.n_ctx, bypass=bypass) for plan in plans]
-    shared = next((run for run in runs if run.plan is reference), None)
-    base = shared or (Run(engine, reference, windows.n_ctx) if reference is not None else None)
+    stored = reference if isinstance(reference, StoredReference) else None
+    base = next((run for run in runs if run.plan is reference), None)
+    if base is None and isinstance(reference, CachePlan):
+        base = Run(engine, reference, windows.n_ctx)
     n_vocab = engine.model.config.n_vocab
     # The first pass expands the weights; it must not be the timed one.
     if plans:
@@ -159,10 +165,15 @@ def run_plans(
             run.begin()
         for chunk in windows.chunks(n_ubatch, n_vocab):
             targets = windows.targets(index, chunk)
-            reference_logits = None if base is None else base.feed(window, chunk)
+            logits = None if base is None else base.feed(window, chunk)
+            known: np.ndarray | StoredRows | None = logits if logits is None else logits[: len(targets)]
+            if stored is not None and chunk.scored:
+                known = stored.rows(windows.row_of(index, chunk), len(targets))
             for run in live:
                 if run.failure is None:
-                    _advance(run, window, chunk, targets, reference_logits, is_base=run is base)
+                    _advance(run, window, chunk, targets, known, logits, is_base=run is base)
+            if record is not None and logits is not None:
+                record.add(logits[: len(targets)], targets)
         for run in live:
             run.n_windows += run.failure is None
         if on_window is not None:
@@ -171,14 +182,23 @@ def run_plans(
 
 
 def _advance(
-    run: Run, window: np.ndarray, chunk: Chunk, targets: np.ndarray, reference: np.ndarray | None, *, is_base: bool
+    run: Run,
+    window: np.ndarray,
+    chunk: Chunk,
+    targets: np.ndarray,
+    known: np.ndarray | StoredRows | None,
+    own: np.ndarray | None,
+    *,
+    is_base: bool,
 ) -> None:
-    """Feed one chunk to one run and score it. A failure is kept, unless it is the reference's."""
+    """Feed one chunk to one run and score it against what is known. A failure is kept, unless it is the reference's.
+
+    own: its logits where it is the reference and has been fed.
+    """
     try:
-        logits = reference if is_base else run.feed(window, chunk)
+        logits = own if is_base else run.feed(window, chunk)
         if logits is not None:
-            n = len(targets)
-            run.scores.add(logits[:n], targets, None if reference is None else reference[:n])
+            run.scores.add(logits[: len(targets)], targets, known)
     except FAILURES as error:
         if is_base:
             raise

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvkernels.quantize import dequantize, dequantize_ggml, quantize, quantize_ggml, round_queries_ggml
+from kvkernels.quantize import decode, encode, round_queries_ggml
 from kvrun.cache import KVCache, head_matrix
 from kvrun.errors import MeasurementError
 from kvrun.plan import CachePlan, HeadPlan
@@ -128,7 +128,7 @@ def _seen(x: Tensor, head: HeadPlan, plan: CachePlan, block: int, stored: bool, 
 
 def _query(q: Tensor, heads: tuple[HeadPlan, ...], ih: int) -> Tensor:
     """The query q [d] in the model's own space: rounded in the stored space where llama.cpp's blocks are emulated."""
-    if any(head.spec.code == "uniform" for head in heads):
+    if not all(head.spec.emulates for head in heads):
         return q
     t = head_matrix(heads[ih].transform, len(q))
     t = torch.eye(len(q), dtype=torch.float64) if t is None else t
@@ -136,7 +136,5 @@ def _query(q: Tensor, heads: tuple[HeadPlan, ...], ih: int) -> Tensor:
 
 
 def _restored(y: Tensor, head: HeadPlan) -> Tensor:
-    if not head.spec.has_minimum:
-        return dequantize_ggml(*quantize_ggml(y, head.spec), head.spec, torch.float64)[0]
     clip = torch.tensor([head.clip]) if head.clip != 1.0 else None
-    return dequantize(*quantize(y, head.spec, clip), head.spec, torch.float64)[0]
+    return decode(encode(y, head.spec, clip), head.spec, torch.float64)[0]

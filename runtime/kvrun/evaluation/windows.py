@@ -67,6 +67,10 @@ class Windows:
             for start in range(begin, end, step):
                 yield Chunk(start, min(start + step, end), scored)
 
+    def row_of(self, window: int, chunk: Chunk) -> int:
+        """Number of the first position of a scored chunk, counted over the scored positions of all windows."""
+        return window * (self.n_ctx - 1 - self.first) + chunk.start - self.first
+
     def targets(self, window: int, chunk: Chunk) -> np.ndarray:
         """The tokens that a scored chunk's positions predict: int64 [n], one less than the chunk at the very end."""
         following: np.ndarray = self.tokens[window, chunk.start + 1 : chunk.stop + 1]

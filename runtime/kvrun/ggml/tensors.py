@@ -32,13 +32,14 @@ class FileTensors:
         overhead = lib.ggml_tensor_overhead()
         self._context = lib.ggml_init(_params((len(names) + 1) * overhead))
         starts = {name: self._map(name) for name in names}
-        aligned = [name for name in names if starts[name] % ALIGNMENT == 0]
-        self._whole: int | None = None
-        if aligned:
-            # One buffer spans all tensors, so that ggml sees one allocation, as in llama.cpp.
-            low = min(starts[name] for name in aligned)
-            high = max(starts[name] + file.tensors[name].n_bytes for name in aligned)
-            self._whole = self._buffer(low, high - low)
+        self._whole: dict[str, int] = {}
+        for part in file.parts:
+            aligned = [name for name in part.tensors if starts[name] % ALIGNMENT == 0]
+            if aligned:
+                # One buffer spans all tensors of a file, so that ggml sees one allocation, as in llama.cpp.
+                low = min(starts[name] for name in aligned)
+                high = max(starts[name] + file.tensors[name].n_bytes for name in aligned)
+                self._whole |= dict.fromkeys(aligned, self._buffer(low, high - low))
         self._starts = starts
 
     def _map(self, name: str) -> int:
@@ -77,7 +78,7 @@ class FileTensors:
         if new is None:
             raise UnsupportedModelError(f"{self.file.path}: {name} has {len(shape)} dimensions; choose another model")
         tensor = new(self._context, kind, *shape)
-        start, buffer = self._starts[name], self._whole
+        start, buffer = self._starts[name], self._whole.get(name)
         if start % ALIGNMENT:
             copy = aligned_copy(self.file.tensor_bytes(name))
             self._copies.append(copy)

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from ..errors import UnsupportedModelError
-from ..gguf_file import GGUFFile
+from ..gguf_split import open_model
 from ..locate import find_model
 from ..weights import Weights
 from .base import Attend, Model
@@ -53,15 +53,11 @@ def load_model(
 ) -> Model:
     """Open a model; nothing is dequantized yet.
 
-    path_or_word: a GGUF file, or a word that `kvrun.locate` knows.  budget_bytes, block_rows: see
-    `kvrun.weights.Weights`.
+    path_or_word: a GGUF file, any part of a split one, or a word that `kvrun.locate` knows.
+    budget_bytes, block_rows: see `kvrun.weights.Weights`.
     Raises GGUFError for a damaged file, UnsupportedModelError for one that cannot be run, with what can.
     """
-    file = GGUFFile(find_model(path_or_word))
-    n_parts = file.get("split.count", 1)
-    if isinstance(n_parts, int) and n_parts > 1:
-        why = f"one part of a model split into {n_parts}"
-        raise UnsupportedModelError(f"{file.path}: {why}; join the parts with llama-gguf-split --merge")
+    file = open_model(find_model(path_or_word))
     architectures = supported_architectures()
     if file.arch not in architectures:
         supported = ", ".join(architectures)

@@ -29,8 +29,10 @@ def row_label(row: ResultRow) -> str:
     """Short name of a row for direct labels: `kv4`, `kv4 4+32` with sinks and window, `q4_0 rotated`."""
     name = row.type_k if row.type_k == row.type_v else f"{row.type_k}/{row.type_v}"
     name = name.replace("auto", "recipe") if row.recipe else name
+    if row.rotation == "on" and not row.recipe:
+        name += " rotated"
     if row.engine != "kvrun":
-        return name + (" rotated" if row.rotation == "on" else "")
+        return name
     return name + (f" {row.sinks}+{row.window}" if row.sinks or row.window else "")
 
 
@@ -47,6 +49,18 @@ def points_of(rows: Sequence[ResultRow]) -> list[Point]:
         error = row.kld_mean_se or 0.0
         found.append(Point(label, detail, row.bits_per_value, row.kld_mean, error, row.engine == "kvrun"))
     return found
+
+
+def curves_of(rows: Sequence[ResultRow]) -> dict[str, list[tuple[float, float]]]:
+    """For `by_position`: (middle of the bin, mean KL divergence) of ours, and of llama.cpp's q8_0 and q4_0 rotated."""
+    curves = {}
+    for row in rows:
+        beside = row.engine != "kvrun" and not (row.type_k in ("q8_0", "q4_0") and row.rotation == "on")
+        if row.error or row.control or row.reference or beside or row.type_k == row.type_v == "f16":
+            continue
+        bins = row.kld_by_position or []
+        curves[row_label(row)] = [((b["low"] + b["high"] - 1) / 2, b["kld_mean"]) for b in bins]
+    return {name: points for name, points in curves.items() if points}
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:

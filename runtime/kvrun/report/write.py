@@ -21,6 +21,9 @@ from kvrun.tables import Column, markdown, plain
 FILES = ("report.json", "report.md", "report.html")
 FORMAT = "kvrun.report"
 
+#: Columns of the table by confidence, before those of the bins.
+_WHO = (Column("engine"), Column("cache", "cache K/V"), Column("kept", "full precision"), Column("rotation"))
+
 Positions = Mapping[str, Sequence[tuple[float, float]]]
 
 #: Columns of the table of what failed.
@@ -123,6 +126,9 @@ def as_markdown(
             f"{printable(name)}: " + ", ".join(f"{kld:.4f} at {position:.0f}" for position, kld in points)
             for name, points in positions.items()
         ]
+    confidence, columns = _by_confidence(done)
+    if confidence:
+        parts += ["## By confidence of the reference", markdown(confidence, columns)]
     parts.append("## Failed and skipped")
     parts.append(markdown([table_row(row) for row in failed], _FAILED) if failed else "None.")
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
@@ -147,6 +153,7 @@ def as_html(
         }
         for row, cells in ((row, table_row(row)) for row in done)
     ]
+    confidence, bins = _by_confidence(done)
     drawings = [(size, width) for size, width in (("wide", WIDE), ("narrow", NARROW))]
     return template.render(
         header=[(name, _texts(value)) for name, value in header.items()],
@@ -155,6 +162,8 @@ def as_html(
         notes=footnote(rows).splitlines(),
         pareto=[(size, pareto(rows, width)) for size, width in drawings],
         positions=[(size, by_position(positions or {}, width)) for size, width in drawings] if positions else [],
+        confidence=[[(column.cell(cells), bool(column.spec)) for column in bins] for cells in confidence],
+        confidence_headings=[(column.heading, bool(column.spec)) for column in bins],
         layers=[] if layers is None else [(size, layers.heat_maps(width)) for size, width in drawings],
         diagnosis=layers,
         failed=[[column.cell(table_row(row)) for column in _FAILED] for row in failed],
@@ -164,6 +173,22 @@ def as_html(
 
 def _split(rows: Sequence[ResultRow]) -> tuple[list[ResultRow], list[ResultRow]]:
     return [row for row in rows if not row.error], [row for row in rows if row.error]
+
+
+def _by_confidence(rows: Sequence[ResultRow]) -> tuple[list[dict[str, Any]], tuple[Column, ...]]:
+    """A line per row with its mean KL divergence in each bin of the reference's confidence, and the columns."""
+    names: dict[tuple[float, float], str] = {}
+    lines = []
+    for row in rows:
+        if not row.kld_by_confidence or row.type_k == row.type_v == "f16":
+            continue
+        cells = table_row(row)
+        for found in row.kld_by_confidence:
+            ends = found["low"], found["high"]
+            names[ends] = f"p {ends[0]:g} to {ends[1]:g}"
+            cells[names[ends]] = found["kld_mean"]
+        lines.append(cells)
+    return lines, (*_WHO, *(Column(names[ends], spec=".4f") for ends in sorted(names)))
 
 
 def _texts(value: Any) -> list[str]:
