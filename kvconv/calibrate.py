@@ -20,7 +20,7 @@ from .choose import Option, options, scored
 from .gather import Chunks, Gathered, SideSamples, gather, gather_plain
 from .objective import OBJECTIVES, Objective
 from .samples import HeadSamples
-from .text import Text, cut, place
+from .text import Text, cut, held_out, place
 from .turned import with_turned
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Settings:
     group: values per scale; None tries 64 and the head, and takes 64 or what divides the head at a fixed width.
     sinks, window, chunk_tokens, n_ctx: tokens.  n_ctx: positions to place chunks over; 0 is what the model was trained
     for, None is that but at most 4096.  objective: a name of `objective.OBJECTIVES`.
-    rotating: whether keys are offered the rotating offset too.
+    rotating: whether keys are offered the rotating offset too.  guard: whether some more chunks are drawn and held out.
     """
 
     bits: float = DEFAULT_BITS
@@ -59,6 +59,7 @@ class Settings:
     seed: int = 0
     objective: str = "fisher"
     rotating: bool = True
+    guard: bool = True
 
     def check(self, geometry: Sequence[LayerGeometry]) -> None:
         """Raise KvError where a layer's heads cannot be stored as wanted."""
@@ -72,6 +73,12 @@ class Settings:
         if n_all and least > self.bits * n_all + 1e-6:
             why = f"{self.bits:g} bits are less than the narrowest storage takes, {least / n_all:.2f}"
             raise KvError(f"{why}; give more with --bits")
+
+    @property
+    def n_held(self) -> int:
+        """Chunks to hold out: a quarter as many as are read, at most two; none that would hardly leave the window."""
+        sees_packed = self.chunk_tokens // 2 > self.sinks + self.window
+        return min(self.n_chunks // 4, 2) if self.guard and sees_packed else 0
 
     def counts(self, side: str) -> bool:
         """Whether the bits of a side are part of the budget."""
@@ -104,12 +111,16 @@ def _spec(bits: int, group: int, head_dim: int) -> QuantSpec:
 
 @dataclass(frozen=True)
 class Sample:
-    """Chunks of text with their positions: tokens, positions int64 [n_chunk, chunk_tokens]."""
+    """Chunks of text with their positions: tokens, positions int64 [n_chunk, chunk_tokens].
+
+    held: int64 [n, chunk_tokens], chunks from among the others that no choice sees.
+    """
 
     text: Text
     tokens: np.ndarray
     positions: np.ndarray
     n_ctx: int
+    held: np.ndarray
 
 
 def draw(
@@ -122,8 +133,11 @@ def draw(
     n_ctx = min(DEFAULT_CONTEXT, trained) if settings.n_ctx is None else settings.n_ctx or trained
     if settings.chunk_tokens > n_ctx:
         raise KvError(f"chunks of {settings.chunk_tokens} tokens exceed the context of {n_ctx}; lower --chunk-tokens")
-    tokens = cut(text.content, encode, settings.n_chunks, settings.chunk_tokens, bos=bos)
-    return Sample(text, tokens, place(len(tokens), settings.chunk_tokens, n_ctx, settings.seed), n_ctx)
+    wanted = settings.n_chunks + settings.n_held
+    rows = cut(text.content, encode, wanted, settings.chunk_tokens, bos=bos)
+    held = held_out(len(rows), settings.n_held if len(rows) == wanted else 0)
+    tokens = np.delete(rows, held, 0)
+    return Sample(text, tokens, place(len(tokens), settings.chunk_tokens, n_ctx, settings.seed), n_ctx, rows[held])
 
 
 def read(

@@ -88,6 +88,13 @@ def cut(
     return chunks
 
 
+def held_out(n_chunks: int, n_held: int) -> list[int]:
+    """Which of the chunks of a text are held out: `n_held` from even distances, and none where there are no more."""
+    if not 0 < n_held < n_chunks:
+        return []
+    return [int((i + 0.5) * n_chunks / n_held) for i in range(n_held)]
+
+
 def place(n_chunks: int, chunk_tokens: int, n_ctx: int, seed: int) -> np.ndarray:
     """Positions of every token: int64 [n_chunks, chunk_tokens], chunks spread at random over `0 .. n_ctx - 1`.
 

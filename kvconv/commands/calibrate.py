@@ -102,6 +102,14 @@ SeedOption = Annotated[
         "-s", "--seed", metavar="N", min=0, max=2**64 - 1, help="Seed of the positions of the pieces and of labels."
     ),
 ]
+GuardOption = Annotated[
+    bool,
+    typer.Option(
+        "--guard/--no-guard",
+        help="Measure the recipe on pieces of the text that it was not made of, beside plain settings of its size, and "
+        "take back what makes it worse.",
+    ),
+]
 ObjectiveOption = Annotated[
     ObjectiveName,
     typer.Option(
@@ -130,6 +138,7 @@ def calibrate(
     ctx_size: ContextOption = None,
     seed: SeedOption = 0,
     objective: ObjectiveOption = ObjectiveName.fisher,
+    guard: GuardOption = True,
     threads: ThreadsOption = None,
 ) -> None:
     """Find how each head of a model's KV cache is best quantized, and store that as a recipe.
@@ -148,9 +157,13 @@ def calibrate(
     from kvconv import report
     from kvconv.calibrate import DEFAULT_BITS, Settings, choose_recipe, draw, read
     from kvconv.gather import budget_bytes
+    from kvconv.guard import guard as check
+    from kvconv.guard import verdict_line
     from kvconv.output import check_output, output_path, write
     from kvconv.text import read_text
     from kvrun.gguf_split import open_model
+    from kvrun.evaluation.windows import Windows
+    from kvrun.gguf_file import GGUFFile
     from kvrun.locate import find_model
     from kvrun.models import load_model
     from kvrun.recipe import SIDECAR_TYPE
@@ -177,6 +190,7 @@ def calibrate(
         n_ctx=ctx_size,
         seed=seed,
         objective=objective.value,
+        guard=guard,
     )
     settings.check(loaded.config.geometry)
     text = read_text(files or [])
@@ -194,10 +208,17 @@ def calibrate(
         gathered = read(loaded, sample, settings, advance)
     with progress("choosing", n_layer, unit="layers") as advance:
         recipe = choose_recipe(loaded, sample, settings, gathered, advance)
+    verdict = None
+    if len(sample.held):
+        fixed = k_bits is not None or v_bits is not None
+        with progress("checking", 1, unit="settings") as advance:
+            recipe, verdict = check(loaded, recipe, Windows(sample.held), fixed=fixed, on_progress=advance)
     with progress("writing") as advance:
         write(recipe, loaded.file, target, sidecar=sidecar, force=force, on_progress=advance)
     rows = report.layer_rows(recipe)
     typer.echo(markdown([*rows, report.total_row(recipe)], report.COLUMNS))
     typer.echo(report.note_for(recipe))
+    if verdict is not None:
+        typer.echo("\n" + verdict_line(verdict, len(sample.held)))
     size = f"{report.bits_per_value(recipe):.2f} bits per packed value"
     typer.echo(f"\nwrote {printable(str(target))}: recipe {recipe.digest()}, {size}")

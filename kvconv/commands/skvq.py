@@ -74,7 +74,7 @@ def skvq(
     if file.get("general.type") == SIDECAR_TYPE:
         raise KvError(f"{path} is a recipe alone; give the model that it belongs to")
     loaded = load_model(path, budget_bytes=budget_bytes(file))
-    settings = Settings(sinks=SINKS, n_chunks=chunks, chunk_tokens=chunk_tokens, n_ctx=ctx_size)
+    settings = Settings(sinks=SINKS, n_chunks=chunks, chunk_tokens=chunk_tokens, n_ctx=ctx_size, guard=False)
     text = read_text(files or [])
     tokenizer = Tokenizer(path)
     bos = tokenizer.bos if tokenizer.add_bos else None
