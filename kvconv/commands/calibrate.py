@@ -161,9 +161,8 @@ def calibrate(
     from kvconv.guard import verdict_line
     from kvconv.output import check_output, output_path, write
     from kvconv.text import read_text
-    from kvrun.gguf_split import open_model
     from kvrun.evaluation.windows import Windows
-    from kvrun.gguf_file import GGUFFile
+    from kvrun.gguf_split import open_model
     from kvrun.locate import find_model
     from kvrun.models import load_model
     from kvrun.recipe import SIDECAR_TYPE
