@@ -20,10 +20,12 @@ from kvrun.compare_settings import (
     BASELINE,
     LLAMA_SETTINGS,
     Setting,
+    llama_baseline,
     observed_channels,
     our_settings,
     preset_settings,
     refused_row,
+    settings_at_bytes,
 )
 from kvrun.evaluation.bootstrap import paired_difference
 from kvrun.evaluation.breakdown import by_confidence, by_position
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from kvrun.engine import Engine
     from kvrun.recipe import Recipe
 
-#: The control must be worse than every other row of ours by this factor in mean KL divergence.
+#: The control must be worse than f16 and kv4 by this factor in mean KL divergence.
 CONTROL_FACTOR = 2.0
 
 #: What the row of the engines' noise floor is measured against.
@@ -72,6 +74,8 @@ def compare(
     n_ubatch: int = 512,
     llama_settings: Sequence[LlamaSetting] | None = None,
     presets: bool = False,
+    wanted: Sequence[Setting] | None = None,
+    at_bytes: str | None = None,
     results: ResultFile | None = None,
     references: ReferenceCache | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
@@ -81,19 +85,31 @@ def compare(
     n_threads: of both engines; torch's own setting is the caller's to make.
     llama_settings: `LLAMA_SETTINGS` for None.
     presets: also the systems of `kvrun.presets`.
+    wanted: rows of ours between f16 and kv4, with and without sinks and window, and the control; None for the usual.
+    at_bytes: a type of llama.cpp's; also our types with the widest window that fits in the bytes it takes.
     results: rows that it holds are not measured again, others are added to it.
     references: where the distributions of f16 are kept; None keeps none.
     """
     geometry = engine.model.config.geometry
-    *settings, control = our_settings(geometry, recipe, observed_channels(engine, windows))
+    if wanted is None:
+        *settings, control = our_settings(geometry, recipe, observed_channels(engine, windows))
+    else:
+        f16, kept, bare, *_, control = our_settings(geometry, None)
+        settings = [f16, kept, bare, *wanted]
     others, refused = preset_settings(geometry, recipe) if presets else ([], [])
     references = references or ReferenceCache(lambda text: None, limit_bytes=0)
     what = _Comparison(engine, windows, text, recipe, n_threads, n_ubatch, results, references, on_progress)
-    yield from what.ours([*settings, *others, control])
+    reference = settings[0].plan
+    yield from what.ours([*settings, *others, control], reference)
     facts = {"n_ctx": windows.n_ctx, "model": engine.model.file.path.name}
     for name, why in refused:
         yield refused_row(name, why, text=text.name, text_sha256=text.sha256, **facts)
     yield from what.llama_cpps(LLAMA_SETTINGS if llama_settings is None else llama_settings)
+    if at_bytes is not None:
+        fitted, too_large = settings_at_bytes(engine, windows.n_ctx, at_bytes, recipe)
+        yield from what.ours(fitted, reference)
+        for name, why in too_large:
+            yield refused_row(name, why, text=text.name, text_sha256=text.sha256, **facts)
 
 
 class _Comparison:
@@ -116,6 +132,7 @@ class _Comparison:
         self.results, self.references, self.on_progress = results, references, on_progress
         self._runs: dict[str, Run] = {}
         self._baselines: dict[tuple[str, int, int], np.ndarray] = {}
+        self._others: dict[str, np.ndarray] = {}
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
@@ -138,12 +155,15 @@ class _Comparison:
             "n_ubatch": self.n_ubatch,
         }
 
-    def ours(self, settings: Sequence[Setting]) -> Iterator[ResultRow]:
-        """A row for each setting; the first is the reference."""
-        prints = [self._fingerprint(self._our_facts | {"plan": plan_digest(s.plan)}) for s in settings]
+    def ours(self, settings: Sequence[Setting], f16: CachePlan) -> Iterator[ResultRow]:
+        """A row for each setting, against `f16`."""
+        prints = [
+            self._fingerprint(self._our_facts | {"plan": plan_digest(s.plan), "row": [s.control, s.baseline, s.note]})
+            for s in settings
+        ]
         missing = [s.plan for s, p in zip(settings, prints, strict=True) if self._kept(p) is None]
         for setting, fingerprint in zip(settings, prints, strict=True):
-            measured = self._kept(fingerprint) or self._measure(setting, settings[0].plan, missing)
+            measured = self._kept(fingerprint) or self._measure(setting, f16, missing)
             row, plan = measured.row, setting.plan
             # The baseline is the first of its kind; what comes before it or is it has nothing to be paired with.
             if plan.type_k == plan.type_v and not row.error:
@@ -211,7 +231,10 @@ class _Comparison:
         """A row for each setting of llama.cpp's, and the noise floor where its f16 is among them."""
         for setting in settings:
             fingerprint = self._fingerprint({**self._facts, "engine": "llama.cpp", "setting": asdict(setting)})
-            yield self._done(fingerprint, self._kept(fingerprint) or self._measure_llama(setting))
+            measured = self._kept(fingerprint) or self._measure_llama(setting)
+            if setting.rotate and not measured.row.error:
+                self._others[llama_baseline(setting.type_k)] = measured.kld
+            yield self._done(fingerprint, measured)
         if any(setting.type_k == setting.type_v == "f16" for setting in settings):
             yield self._noise_floor()
 
@@ -280,7 +303,7 @@ class _Comparison:
             kld_by_position=by_position(kld, windows.first, windows.n_scored // len(windows)),
             kld_by_confidence=by_confidence(kld, scores.confidence),
         )
-        other = self._baselines.get((baseline, row.sinks or 0, row.window or 0))
+        other = self._baselines.get((baseline, row.sinks or 0, row.window or 0), self._others.get(baseline))
         found = None if other is None else paired_difference(kld, other)
         if found is not None:
             row = replace(
@@ -315,13 +338,14 @@ def _note(plan: CachePlan, recipe: Recipe | None, text: MeasuredText) -> str:
 def control_complaint(rows: Sequence[ResultRow]) -> str:
     """Why the table is not to be trusted, empty when the control failed as it must.
 
-    One-bit keys have to be worse than every other row of ours by a factor and by more than chance.
+    One-bit keys have to be worse than f16 and every row of 4 bits, by a factor and by more than chance. Rows that
+    somebody asked for, of 2 bits for example, may be as bad: that says nothing about the measurement.
     """
     ours = [row for row in rows if row.engine == "kvrun" and row.kld_mean is not None and not row.reference]
     controls = [row for row in ours if row.control]
     if not controls:
         return "the control (1-bit keys) gave no figure: do not trust this table"
-    others = [row for row in ours if not row.control]
+    others = [row for row in ours if not row.control and row.type_k in ("f16", BASELINE)]
     for control in controls:
         for row in others:
             assert control.kld_mean is not None and row.kld_mean is not None

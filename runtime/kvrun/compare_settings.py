@@ -12,7 +12,7 @@ from kvkernels.spec import QuantSpec, default_group
 from kvkernels.transform import hadamard_block
 from kvrun.cache_types import CONTROL_TYPE, plan_for
 from kvrun.errors import KvError
-from kvrun.llamacpp import LlamaSetting
+from kvrun.llamacpp import BLOCKS, LlamaSetting, ggml_type
 from kvrun.plan import CachePlan, HeadPlan, HeadTransform, LayerGeometry
 from kvrun.presets import preset_names, preset_plan
 from kvrun.results import ResultRow
@@ -109,6 +109,49 @@ def preset_settings(
         if plan.quantizes:
             settings.append(Setting(plan))
     return settings, refused
+
+
+def llama_baseline(name: str) -> str:
+    """What rows are paired with that take as many bytes as llama.cpp's type `name`, rotated as by its default."""
+    return f"llama.cpp {name}"
+
+
+def settings_at_bytes(
+    engine: Engine, n_ctx: int, name: str, recipe: Recipe | None
+) -> tuple[list[Setting], list[tuple[str, str]]]:
+    """Our types with the widest window that fits in what llama.cpp's type `name` takes for `n_ctx` tokens.
+
+    Cells that llama.cpp adds to round its context up are not counted.  Sinks are the type's own, or none where they do
+    not fit.  Returns the settings, and (type, reason) for those that do not fit at all; widths above the wanted one are
+    left out.  Raises KvError for a type that llama.cpp does not have.
+    """
+    geometry = engine.model.config.geometry
+    ggml_type(name)
+    values, block_bytes = BLOCKS[name]
+    n_values = n_ctx * sum(g.n_head_kv * (g.head_dim_k + g.head_dim_v) for g in geometry)
+    limit = n_values // values * block_bytes
+    found: list[Setting] = []
+    refused: list[tuple[str, str]] = []
+    for ours in ("auto", "kv8", "kv6", "kv5", "kv4", "kv3", "kv2"):
+        if ours == "auto" and recipe is None:
+            continue
+
+        def sized(sinks: int | None, window: int, ours: str = ours) -> tuple[int, CachePlan]:
+            plan = plan_for(geometry, ours, ours, recipe=recipe, sinks=sinks, window=window)
+            return engine.new_cache(plan, n_ctx).n_bytes, plan
+
+        sinks = next((s for s in (None, 0) if sized(s, 0)[0] <= limit), -1)
+        if sinks == -1:
+            if ours == "auto":
+                refused.append((ours, f"the recipe takes more than the {limit} bytes of {name} without any window"))
+            continue
+        low, high = 0, n_ctx
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if sized(sinks, middle)[0] <= limit else (low, middle)
+        note = f"the widest window within the {limit} bytes of {name}"
+        found.append(Setting(sized(sinks, low)[1], baseline=llama_baseline(name), note=note))
+    return found, refused
 
 
 def refused_row(name: str, why: str, **facts: object) -> ResultRow:

@@ -67,6 +67,21 @@ def compare(
             show_default=False,
         ),
     ] = None,
+    matrix: Annotated[
+        Path | None,
+        typer.Option(
+            "--matrix", metavar="FILE", help="TOML file with texts, contexts, chunks and settings.", show_default=False
+        ),
+    ] = None,
+    at_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--at-bytes",
+            metavar="TYPE",
+            help="Also our types with the widest window that fits in the bytes of this type of llama.cpp's.",
+            show_default=False,
+        ),
+    ] = None,
     presets: Annotated[
         bool, typer.Option("--presets", help="Also KIVI, SKVQ, QuaRot and others of `perplexity --preset`.")
     ] = False,
@@ -110,10 +125,19 @@ def compare(
         layers = None if diagnosis is None else read_diagnosis(diagnosis)
     from kvrun.engine import CHUNK_INVARIANT_ROWS
     from kvrun.evaluation.texts import MeasuredText, default_text
+    from kvrun.llamacpp import ggml_type
+    from kvrun.matrix import Matrix, read_matrix
 
-    text = MeasuredText(Path(file).name, read_text(file)) if file is not None else default_text()
+    if at_bytes is not None:
+        ggml_type(at_bytes)
+    wanted = Matrix() if matrix is None else read_matrix(matrix)
+    if file is not None and wanted.texts is not None:
+        raise UsageError("texts were named twice, with -f and in the file of --matrix; name them once")
+    files = wanted.texts or ((file,) if file is not None else ())
+    texts = [MeasuredText(Path(name).name, read_text(str(name))) for name in files] or [default_text()]
+    contexts = wanted.contexts or (ctx_size,)
     session = load_session(
-        path, ctx_size=ctx_size, type_k="f16", type_v="f16", recipe=recipe, no_recipe=no_recipe, threads=threads,
+        path, ctx_size=max(contexts), type_k="f16", type_v="f16", recipe=recipe, no_recipe=no_recipe, threads=threads,
         weights_budget=weights_budget, block_rows=CHUNK_INVARIANT_ROWS, engine=engine,
     )  # fmt: skip
     import torch
@@ -125,14 +149,15 @@ def compare(
     from kvrun.evaluation.windows import cut
     from kvrun.result_file import ResultFile
 
-    tokenizer = session.tokenizer
-    bos = tokenizer.bos if tokenizer.add_bos else None
-    windows = cut(tokenizer.encode(text.text, bos=tokenizer.add_bos), ctx_size, bos=bos, limit=chunks)
-    note(f"{text.name}: {len(windows)} windows of {windows.n_ctx} tokens, {windows.n_scored} scored", style="dim")
+    settings = wanted.our_settings(session.model.config.geometry, session.recipe)
     if session.recipe is None:
         note("no recipe: its rows are missing; make one with `kvconv calibrate`, or name it with --recipe")
-    elif text.was_used_by(session.recipe):
-        note(f"WARNING: {SAME_TEXT}; measure on another text with -f", style="bold red")
+    tokenizer, limit = session.tokenizer, chunks if wanted.chunks is None else wanted.chunks
+    bos = tokenizer.bos if tokenizer.add_bos else None
+    cases = []
+    for text in texts:  # all are cut before the first is measured: what is too short is known now
+        tokens = tokenizer.encode(text.text, bos=tokenizer.add_bos)
+        cases += [(text, cut(tokens, n_ctx, bos=bos, limit=limit)) for n_ctx in contexts]
 
     known = None if results is None else ResultFile(results, partial(note, style="yellow"))
     if known is not None and len(known):
@@ -140,26 +165,39 @@ def compare(
             f"{printable(str(results))} holds {len(known)} rows; those of this comparison are taken from it",
             style="dim",
         )
-    rows: list[ResultRow] = []
-    with closing(_Reporter()) as reporter:
-        for row in run(
-            session.engine, windows, text, recipe=session.recipe, n_threads=torch.get_num_threads(), n_ubatch=ubatch,
-            presets=presets, results=known, references=ReferenceCache(note, limit_bytes=limit_bytes or 0),
-            on_progress=reporter.progress,
-        ):  # fmt: skip
-            reporter.finished(row)
-            rows.append(row)
-    if output is OutputFormat.md:
-        print(report(rows), end="")
-    else:
-        print_rows([row.as_dict() for row in rows], COLUMNS, output)
-    if report_folder is not None:
-        from kvrun.report import curves_of, header_of, write_report
+    kept = ReferenceCache(note, limit_bytes=limit_bytes or 0)
+    tables: list[list[ResultRow]] = []
+    for number, (text, windows) in enumerate(cases, 1):
+        note(f"{text.name}: {len(windows)} windows of {windows.n_ctx} tokens, {windows.n_scored} scored", style="dim")
+        if text.was_used_by(session.recipe):
+            note(f"WARNING: {SAME_TEXT}; measure on another text with -f", style="bold red")
+        rows: list[ResultRow] = []
+        with closing(_Reporter()) as reporter:
+            for row in run(
+                session.engine, windows, text, recipe=session.recipe, n_threads=torch.get_num_threads(),
+                n_ubatch=ubatch, llama_settings=wanted.llama, presets=presets, wanted=settings, at_bytes=at_bytes,
+                results=known, references=kept, on_progress=reporter.progress,
+            ):  # fmt: skip
+                reporter.finished(row)
+                rows.append(row)
+        tables.append(rows)
+        if output is OutputFormat.md:
+            if len(cases) > 1:
+                print(f"{'' if number == 1 else chr(10)}## {printable(text.name)}, context {windows.n_ctx}\n")
+            print(report(rows), end="", flush=True)
+        if report_folder is not None:
+            from kvrun.report import curves_of, header_of, write_report
 
-        header = header_of(session.model.file, text, windows, session.recipe)
-        written = write_report(rows, header, report_folder, positions=curves_of(rows), layers=layers, force=True)
-        note(f"wrote {', '.join(printable(str(path)) for path in written)}", style="dim")
-    complaint = control_complaint(rows)
+            folder = report_folder
+            if len(cases) > 1:
+                report_folder.mkdir(exist_ok=True)
+                folder = report_folder / f"{number}-context-{windows.n_ctx}"
+            header = header_of(session.model.file, text, windows, session.recipe)
+            written = write_report(rows, header, folder, positions=curves_of(rows), layers=layers, force=True)
+            note(f"wrote {', '.join(printable(str(path)) for path in written)}", style="dim")
+    if output is not OutputFormat.md:
+        print_rows([row.as_dict() for rows in tables for row in rows], COLUMNS, output)
+    complaint = next(filter(None, map(control_complaint, tables)), "")
     if complaint:
         raise MeasurementError(complaint)
 
