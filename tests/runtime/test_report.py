@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -256,3 +257,16 @@ def test_compare_writes_a_report(
 
 def test_force_without_a_report_is_wrong_usage(tiny_model: Callable[..., Path]) -> None:
     assert kvrun("compare", tiny_model("llama"), "--force") == 2
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_names_of_many_curves_that_end_together_do_not_cover_one_another(width: int) -> None:
+    """Nine that end at the bottom: their names stand one above the other, inside the drawing."""
+    curves = {f"setting {i}": [(256.0, 1.0), (500.0, 0.01 * (1 + i / 1000))] for i in range(9)}
+    root = ElementTree.fromstring(by_position(curves, width))
+    labels = [e for e in root.iter() if e.tag.endswith("text") and (e.text or "").startswith("setting")]
+    heights = sorted(float(e.attrib["y"]) for e in labels)
+    assert len(heights) == 9 and min(b - a for a, b in itertools.pairwise(heights)) >= 13.9
+    assert heights[0] > 0 and heights[-1] < 380 - 44 + 12
+    styles = {e.attrib["class"] for e in root.iter() if e.tag.endswith("polyline")}
+    assert len(styles) == 9, "each has a look of its own"

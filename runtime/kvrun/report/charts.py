@@ -148,12 +148,21 @@ def by_position(curves: Mapping[str, Sequence[tuple[float, float]]], width: int 
     body = axes(x, y, "position in the window", "KL divergence, nats per token (log)")
     ends: list[tuple[float, str, int]] = []
     for index, (name, points) in enumerate(curves.items()):
-        body.append(polyline([(x(p), y(k)) for p, k in points], f"curve c{index % 6}"))
+        body.append(
+            polyline([(x(p), y(k)) for p, k in points], f"curve c{index % 6}{' second' if index % 12 > 5 else ''}")
+        )
         ends.append((y(points[-1][1]), name, index))
-    last = -math.inf
-    for at, name, index in sorted(ends):
+    ends.sort()
+    last, middles = -math.inf, []
+    for at, _, _ in ends:
         last = max(at, last + 14)
-        body.append(text(x.stop + 8, last, name, css=f"label t{index % 6}"))
+        middles.append(last)
+    lowest = y.start
+    for i in reversed(range(len(middles))):  # what was pushed below the axis pushes the ones above it up
+        middles[i] = min(middles[i], lowest)
+        lowest = middles[i] - 14
+    for middle, (_, name, index) in zip(middles, ends, strict=True):
+        body.append(text(x.stop + 8, middle, name, css=f"label t{index % 6}"))
     return picture(width, height, "KL divergence by position in the window", body)
 
 
