@@ -169,7 +169,8 @@ class Bench:
         cache = KVCache(plan, n, self.model.dtype, rope_of=lambda il: self.model.rope_of(il + first))
 
         def attend(il: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = cache.attend(il - first, q, k, v, self.model.attention_scale(il))
+            scale, softcap = self.model.attention_scale(il), self.model.attention_softcap
+            out = cache.attend(il - first, q, k, v, scale, softcap)
             if watch is not None:
                 watch(il, cache, k, v)
             return out

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvrun.engine import causal_attention
+from kvkernels.attend import soft_capped
 from kvrun.errors import KvError
+from kvrun.layers import causal_mask
 from kvrun.visibility import packed_end
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ class _Attention:
 
     def __init__(self, model: Model, il: int, n_chunk: int, packed: Tensor) -> None:
         self.il, self.n_chunk, self.packed, self.scale = il, n_chunk, packed, model.attention_scale(il)
-        self.causal = torch.ones_like(packed).tril()
+        self.model = model
+        self.causal = causal_mask(len(packed), model.config.geometry[il].sliding)
         #: Per chunk, with the query heads of a group on an axis of their own: [n_head_kv, group, n, ...].
         self.scores: list[Tensor] = []
         self.sums: list[Tensor] = []
@@ -97,7 +99,7 @@ class _Attention:
                     raise KvError(f"{why}: the model is damaged")
         length = len(self.packed)
         chunks = zip(q.split(length, 1), k.split(length, 1), v.split(length, 1), strict=True)
-        out = torch.cat([causal_attention(*chunk, self.scale) for chunk in chunks], 1)
+        out = torch.cat([self.model.plain_attention(il, *chunk) for chunk in chunks], 1)
         for ih, head in enumerate(out.unflatten(0, (len(k), -1))):
             if not bool(torch.isfinite(head).all()):
                 raise KvError(f"keys of layer {il}, KV head {ih} are so large that attention over them is no number")
@@ -110,7 +112,8 @@ class _Attention:
         for q_, k_, v_ in zip(q.split(length, 1), k.split(length, 1), v.split(length, 1), strict=True):
             grouped = q_.unflatten(0, (n_kv, -1))
             scores = grouped @ k_[:, None].transpose(-1, -2) * self.scale
-            weights = torch.softmax(scores.masked_fill(~self.causal, -torch.inf), -1)
+            masked = scores.masked_fill(~self.causal, -torch.inf)
+            weights = torch.softmax(soft_capped(masked, self.model.attention_softcap), -1)
             sums = weights @ v_[:, None]
             self.scores.append(scores)
             self.sums.append(sums)

@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvrun.engine import causal_attention
-
 if TYPE_CHECKING:
     from kvrun.models import Model
-    from kvrun.plan import LayerGeometry
 
 #: Chunks go through a layer together as long as they hold no more tokens than this.
 BATCH_TOKENS = 2048
@@ -24,8 +21,9 @@ class LayerRecord:
     keys, values: float32 [n_head_kv, n_chunk, chunk_tokens, head_dim], keys after RoPE.
     """
 
-    def __init__(self, shape: LayerGeometry, n_chunk: int, chunk_tokens: int, scale: float) -> None:
-        self.chunk_tokens, self.scale = chunk_tokens, scale
+    def __init__(self, model: Model, il: int, n_chunk: int, chunk_tokens: int) -> None:
+        self.model, self.chunk_tokens = model, chunk_tokens
+        shape = model.config.geometry[il]
         self.keys = torch.empty(shape.n_head_kv, n_chunk, chunk_tokens, shape.head_dim_k)
         self.values = torch.empty(shape.n_head_kv, n_chunk, chunk_tokens, shape.head_dim_v)
 
@@ -37,7 +35,7 @@ class LayerRecord:
             self.keys[:, first:stop] = k.unflatten(1, (stop - first, length))
             self.values[:, first:stop] = v.unflatten(1, (stop - first, length))
             chunks = zip(q.split(length, 1), k.split(length, 1), v.split(length, 1), strict=True)
-            return torch.cat([causal_attention(*chunk, self.scale) for chunk in chunks], 1)
+            return torch.cat([self.model.plain_attention(il, *chunk) for chunk in chunks], 1)
 
         return attend
 
@@ -50,8 +48,8 @@ def stream(model: Model, tokens: Tensor, positions: Tensor) -> Iterator[LayerRec
     n_chunk, length = tokens.shape
     step = max(1, BATCH_TOKENS // length)
     x = torch.cat([model.embed(row) for row in tokens])
-    for il, shape in enumerate(model.config.geometry):
-        record = LayerRecord(shape, n_chunk, length, model.attention_scale(il))
+    for il in range(model.config.n_layer):
+        record = LayerRecord(model, il, n_chunk, length)
         for first in range(0, n_chunk, step):
             stop = min(first + step, n_chunk)
             rows = slice(first * length, stop * length)

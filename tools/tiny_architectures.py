@@ -30,7 +30,8 @@ class Architecture:
     pre: pre-tokenizer.  whole: llama.cpp needs `n_embd = n_head * head_dim`.  qkv_bias: biases on queries, keys and
     values.  head_norm: "none", "head" or "all".  pre_norms, post_norms: norms before and after each half of a block.
     fused: queries, keys and values in one matrix, gate and up in another.  tied: the output matrix may be left out.
-    experts: every layer has them.  keys: further metadata, `{arch}.*`.
+    experts: every layer has them.  scaled: embeddings are multiplied by the root of `n_embd` when tokens enter.
+    keys: further metadata, `{arch}.*`.
     """
 
     pre: str = "gpt-2"
@@ -42,10 +43,13 @@ class Architecture:
     fused: bool = False
     tied: bool = True
     experts: bool = False
+    scaled: bool = False
     keys: dict[str, Any] = field(default_factory=dict)
 
 
 _GRANITE = {"embedding_scale": 3.0, "residual_scale": 0.6, "attention.scale": 0.2, "logit_scale": 2.0}
+# Caps that are felt, and a window that 300 tokens are far past.
+_GEMMA2 = {"attention.sliding_window": 40, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 6.0}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(),
@@ -57,6 +61,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granitemoe": Architecture(keys=_GRANITE, experts=True),
     "smollm3": Architecture(),
     "phi3": Architecture(whole=True, fused=True),
+    "gemma2": Architecture(post_norms=True, scaled=True, keys=_GEMMA2),
+    "gemma3": Architecture(post_norms=True, scaled=True, head_norm="head", keys={"attention.sliding_window": 40}),
 }
 
 
@@ -76,9 +82,10 @@ def tensors(arch: Architecture, shape: Shape, rng: np.random.Generator) -> dict[
         sizes = np.exp(0.6 * rng.standard_normal(len(values)))
         return (values.T * sizes).T
 
+    scale = n_embd**0.5 if arch.scaled else 1.0  # a tied output gets back what the embedding is made smaller by
     out = {
-        "token_embd.weight": matrix(shape.n_vocab, n_embd, 2.5),
-        "output_norm.weight": norm(),
+        "token_embd.weight": matrix(shape.n_vocab, n_embd, 2.5 / scale),
+        "output_norm.weight": norm(around=scale),
         "output.weight": matrix(shape.n_vocab, n_embd, 2.5),
     }
     # Layers outweigh the embedding (2.5 / sqrt(n_embd)), or a tied output would only ever repeat its input.

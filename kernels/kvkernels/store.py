@@ -59,6 +59,14 @@ class Band:
             self.minimum[:, rows] = minimum
         self.codes[:, start:stop] = pack(codes, self.spec.bits)
 
+    def copy(self, source: Band, start: int, stop: int, to: int) -> None:
+        """Take tokens `start .. stop - 1` of a band that is stored alike, as they are, as tokens `to ..`."""
+        end = to + stop - start
+        self.codes[:, to:end] = source.codes[:, start:stop]
+        for mine, theirs in ((self.scale, source.scale), (self.minimum, source.minimum)):
+            if mine is not None and theirs is not None:
+                mine[:, self._rows(to, end)] = theirs[:, self._rows(start, stop)]
+
     def read(self, stop: int, dtype: torch.dtype) -> Tensor:
         """Restored values of tokens `0 .. stop - 1`: [n, stop, d] in `dtype`."""
         if self.scale is None:
@@ -99,6 +107,11 @@ class PackedStore:
         """Pack x, float16 [n_head, n_tok, d], as packed tokens `start ..`; both ends are multiples of the block."""
         for band in self.bands:
             band.write(start, x if len(self.bands) == 1 else x[band.heads])
+
+    def copy(self, source: PackedStore, start: int, stop: int, to: int) -> None:
+        """Take packed tokens `start .. stop - 1` of a store of the same heads, as they are, as tokens `to ..`."""
+        for mine, theirs in zip(self.bands, source.bands, strict=True):
+            mine.copy(theirs, start, stop, to)
 
     def read(self, stop: int, dtype: torch.dtype) -> Tensor:
         """Restored values of packed tokens `0 .. stop - 1`: [n_head, stop, d]; lives as long as the caller keeps it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from .visibility import n_packed, packed_end
 
 if TYPE_CHECKING:
     from .layers import Rope
+    from .sliding import SlidingSide
 
 #: Attention scores are computed for so many queries at a time that they stay below this (bytes): what the CPU's cache
 #: holds. Short slices also leave out most of what a query's future would cost.
@@ -31,16 +32,19 @@ SCORE_BUDGET_BYTES = 2 << 20
 class Mark:
     """A point in a conversation that the cache can go back to exactly.
 
-    The packed region is append-only and never rewritten below the mark, so only the full-precision part is copied.
+    The packed region is append-only and never rewritten below the mark, so only the full-precision part is copied; of
+    layers with a sliding window, which drop packed tokens, that region too (`sliding`).
     """
 
     n_tokens: int
     recent: tuple[tuple[Tensor, Tensor], ...]
+    sliding: tuple[tuple[SlidingSide, PackedStore], ...] = ()
 
     @property
     def n_bytes(self) -> int:
         """Bytes that the mark holds beside the cache."""
-        return sum(t.numel() * t.element_size() for pair in self.recent for t in pair)
+        recent = sum(t.numel() * t.element_size() for pair in self.recent for t in pair)
+        return recent + sum(store.n_bytes for _, store in self.sliding)
 
 
 def _tensor(values: object, dtype: torch.dtype) -> Tensor:
@@ -81,13 +85,9 @@ class LayerSide:
     ) -> None:
         n_head = len(plans)
         self.sinks, self.window, self.dtype = sinks, window, dtype
+        self.plans, self.head_dim = plans, head_dim
         block = max(plan.spec.block for plan in plans)
-        self.store = PackedStore(
-            [plan.spec for plan in plans],
-            [plan.clip for plan in plans],
-            n_packed(n_ctx, sinks, window, block),
-            head_dim,
-        )
+        self.store = self.new_store(self.capacity(n_ctx, block))
         self.sink_part = torch.empty(n_head, min(sinks, n_ctx), head_dim, dtype=torch.float16)
         n_recent = max(min(window + block - 1, n_ctx - sinks), 0)
         self.recent = torch.empty(n_head, n_recent, head_dim, dtype=torch.float16)
@@ -112,6 +112,15 @@ class LayerSide:
         self.offset, self.rotating, self.rope = offsets(False), offsets(True), rope
         if self.rotating is not None and rope is None:
             raise ValueError("a cache with rotating offsets needs the model's RoPE")
+
+    def capacity(self, n_ctx: int, block: int) -> int:
+        """Packed tokens that are held at most."""
+        return n_packed(n_ctx, self.sinks, self.window, block)
+
+    def new_store(self, capacity: int) -> PackedStore:
+        """An empty store for these heads."""
+        plans = self.plans
+        return PackedStore([plan.spec for plan in plans], [plan.clip for plan in plans], capacity, self.head_dim)
 
     @property
     def n_bytes(self) -> int:
@@ -162,11 +171,15 @@ class LayerSide:
         self.sink_part[:, n_before : n_before + n_sink] = new[:, :n_sink]
         recent = torch.cat([self.recent[:, : self.n_recent(n_before)], new[:, n_sink:]], 1)
         start, stop = self.packed_end(n_before), self.packed_end(n_after)
-        if stop > start:
-            self.store.write(start - self.sinks, recent[:, : stop - start])
+        self.pack(recent[:, : stop - start], n_before)
         self._pending = recent[:, stop - start :]
         sinks = self.sink_part[:, : min(self.sinks, n_after)]
         return torch.cat([sinks, recent], 1), start
+
+    def pack(self, x: Tensor, n_before: int) -> None:
+        """Quantize x, float16 [n_head, n, d], behind what was packed with `n_before` tokens present."""
+        if x.shape[1]:
+            self.store.write(self.packed_end(n_before) - self.sinks, x)
 
     def commit(self) -> None:
         """Make the last `append` final."""
@@ -179,8 +192,17 @@ class LayerSide:
         n = self.packed_end(last + 1) - self.sinks
         return self.store.read(n, self.dtype) if n > 0 else None
 
-    def seen(self, full: Tensor, full_start: int, first: int, last: int, restored: Tensor | None = None) -> Side:
-        """What the queries at positions `first .. last` see, from what `append` (and `restore`) returned."""
+    def origin(self, first: int) -> int:
+        """A position before which the queries from position `first` on see nothing."""
+        return 0
+
+    def seen(
+        self, full: Tensor, full_start: int, first: int, last: int, restored: Tensor | None = None, *, origin: int = 0
+    ) -> Side:
+        """What the queries at positions `first .. last` see, from what `append` (and `restore`) returned.
+
+        origin: positions are counted from there; 0 unless a layer slides.
+        """
         ends = torch.tensor([self.packed_end(t + 1) for t in range(first, last + 1)])
         n_sink = min(self.sinks, full.shape[1])
         lo = max(int(ends[0]), full_start)  # everything before is packed for all of these queries
@@ -218,11 +240,19 @@ class KVCache:
         self.packed_read = 0
         #: Tokens of any kind that queries have read so far, summed over queries and layers.
         self.tokens_read = 0
-        shared = {"sinks": plan.sinks, "window": plan.window, "n_ctx": n_ctx, "dtype": dtype}
-        self.layers = []
+        from .sliding import SlidingSide  # which is made of `LayerSide`
+
+        shared: dict[str, Any] = {"sinks": plan.sinks, "window": plan.window, "n_ctx": n_ctx, "dtype": dtype}
+
+        def side(plans: Sequence[HeadPlan], head_dim: int, sliding: int, rope: Rope | None = None) -> LayerSide:
+            if sliding:
+                return SlidingSide(plans, head_dim, sliding=sliding, rope=rope, **shared)
+            return LayerSide(plans, head_dim, rope=rope, **shared)
+
+        self.layers: list[tuple[LayerSide, LayerSide]] = []
         for il, (shape, k, v) in enumerate(zip(plan.geometry, plan.k, plan.v, strict=True)):
-            keys = LayerSide(k, shape.head_dim_k, rope=None if rope_of is None else rope_of(il), **shared)  # type: ignore[arg-type]
-            self.layers.append((keys, LayerSide(v, shape.head_dim_v, **shared)))  # type: ignore[arg-type]
+            keys = side(k, shape.head_dim_k, shape.sliding, None if rope_of is None else rope_of(il))
+            self.layers.append((keys, side(v, shape.head_dim_v, shape.sliding)))
 
     @property
     def n_bytes(self) -> int:
@@ -231,20 +261,25 @@ class KVCache:
 
     @property
     def n_values(self) -> int:
-        """Key and value channels that `n_ctx` tokens have in all layers."""
-        return self.n_ctx * sum(g.n_head_kv * (g.head_dim_k + g.head_dim_v) for g in self.plan.geometry)
+        """Key and value channels of the tokens that a query sees at the full context, in all layers."""
+        return sum(
+            min(self.n_ctx, g.sliding or self.n_ctx) * g.n_head_kv * (g.head_dim_k + g.head_dim_v)
+            for g in self.plan.geometry
+        )
 
     @property
     def bits_per_value(self) -> float:
         """Allocated bits per key or value channel at the full context, everything counted."""
         return self.n_bytes * 8 / self.n_values
 
-    def attend(self, il: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, il: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
         """Append the chunk's keys and values to layer `il` and attend over the cache.
 
         q: [n_head, n, d_k].  k: [n_head_kv, n, d_k].  v: [n_head_kv, n, d_v].  All after RoPE; positions follow
-        `n_tokens`.  Returns [n_head, n, d_v].  The tokens count as present only after `commit`.
+        `n_tokens`.  softcap: of the scores, see `kvkernels.attend`.  Returns [n_head, n, d_v].  The tokens count as
+        present only after `commit`.
         """
+        sliding = self.plan.geometry[il].sliding
         keys, values = self.layers[il]
         n_before, n = self.n_tokens, q.shape[1]
         if n_before + n > self.n_ctx:
@@ -252,22 +287,24 @@ class KVCache:
         full_k, start_k = keys.append(k, n_before)
         full_v, start_v = values.append(v, n_before)
         given, q = q, keys.to_queries(q)
-        row_bytes = q.shape[0] * (n_before + n) * q.element_size()
+        row_bytes = q.shape[0] * (min(n_before, sliding or n_before) + n) * q.element_size()
         step = max(1, SCORE_BUDGET_BYTES // row_bytes)
         restored_k, restored_v = keys.restore(n_before + n - 1), values.restore(n_before + n - 1)
         parts = []
         for first in range(n_before, n_before + n, step):
             last = min(first + step, n_before + n) - 1
-            side_k = keys.seen(full_k, start_k, first, last, restored_k)
-            side_v = values.seen(full_v, start_v, first, last, restored_v)
+            origin = min(keys.origin(first), values.origin(first))
+            side_k = keys.seen(full_k, start_k, first, last, restored_k, origin=origin)
+            side_v = values.seen(full_v, start_v, first, last, restored_v, origin=origin)
             positions = torch.arange(first, last + 1)
             rows = slice(first - n_before, last + 1 - n_before)
             bias = keys.offset_scores(given[:, rows], last + 1)
-            parts.append(attend(q[:, rows], side_k, side_v, positions, scale, bias))
+            bias = None if bias is None else bias[..., origin:]
+            parts.append(attend(q[:, rows], side_k, side_v, positions - origin, scale, bias, softcap=softcap))
             counted = side_k if keys.store.quantized or not values.store.quantized else side_v
             if counted.store.quantized:
-                self.packed_read += int((counted.packed_end - counted.start).sum())
-            self.tokens_read += int((positions + 1).sum())
+                self.packed_read += counted.packed_reads()
+            self.tokens_read += int((positions + 1).clamp(max=sliding or n_before + n).sum())
         return values.from_sum(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
 
     def commit(self, n: int) -> None:
@@ -287,7 +324,10 @@ class KVCache:
         recent = tuple(
             (k.recent[:, : k.n_recent(n)].clone(), v.recent[:, : v.n_recent(n)].clone()) for k, v in self.layers
         )
-        return Mark(n, recent)
+        from .sliding import SlidingSide
+
+        sides = [side for layer in self.layers for side in layer if isinstance(side, SlidingSide)]
+        return Mark(n, recent, tuple((side, side.packed_copy(n)) for side in sides))
 
     def rewind(self, mark: Mark) -> None:
         """Go back to an earlier mark of this cache, exactly as it was then.
@@ -299,4 +339,6 @@ class KVCache:
         for (k, v), (recent_k, recent_v) in zip(self.layers, mark.recent, strict=True):
             k.recent[:, : recent_k.shape[1]] = recent_k
             v.recent[:, : recent_v.shape[1]] = recent_v
+        for side, store in mark.sliding:
+            side.put_back(store)
         self.n_tokens = mark.n_tokens

@@ -28,6 +28,7 @@ class ModelConfig:
     (i, i + n_rot / 2) "neox", as the architecture's GGUF files are laid out.
     rope_scaling: how RoPE is stretched.
     n_ctx_train: context the model was trained for, in tokens.
+    sliding: per layer, latest tokens that a query sees, 0 for all; empty where no layer slides.
     """
 
     arch: str
@@ -46,19 +47,29 @@ class ModelConfig:
     rms_eps: float
     n_vocab: int
     n_ctx_train: int
+    sliding: tuple[int, ...] = ()
 
     @property
     def geometry(self) -> tuple[LayerGeometry, ...]:
         """Shape of each layer's cache."""
-        return tuple(LayerGeometry(n, self.head_dim_k, self.head_dim_v) for n in self.n_head_kv)
+        sliding = self.sliding or (0,) * self.n_layer
+        return tuple(
+            LayerGeometry(n, self.head_dim_k, self.head_dim_v, latest)
+            for n, latest in zip(self.n_head_kv, sliding, strict=True)
+        )
 
     @classmethod
     def from_file(
-        cls, file: GGUFFile, rope_style: RopeStyle, scalings: tuple[str, ...] = ("linear", "yarn")
+        cls,
+        file: GGUFFile,
+        rope_style: RopeStyle,
+        scalings: tuple[str, ...] = ("linear", "yarn"),
+        sliding: tuple[int, int] = (0, 0),
     ) -> ModelConfig:
         """Read the keys that most architectures share.
 
         scalings: values of `rope.scaling.type` that the architecture has.
+        sliding: its `sliding_period` and `sliding_default`, see `kvrun.models.base.Model`.
         GGUFError where a key is missing or senseless, UnsupportedModelError for any other RoPE scaling.
         """
         keys = Keys(file)
@@ -91,6 +102,7 @@ class ModelConfig:
             rms_eps=keys.positive("attention.layer_norm_rms_epsilon"),
             n_vocab=_vocabulary_size(file),
             n_ctx_train=keys.count("context_length", limit=MAX_CONTEXT),
+            sliding=_sliding(keys, n_layer, *sliding),
         )
 
 
@@ -149,6 +161,16 @@ class Keys:
                 "supported, choose another model"
             )
         return tuple(value.tolist())
+
+
+def _sliding(keys: Keys, n_layer: int, period: int, default: int) -> tuple[int, ...]:
+    """Window of each layer: all but the last of every `period` layers slide."""
+    name = "attention.sliding_window"
+    if not period or keys.get(name, default) == 0:
+        return ()
+    latest = keys.count(name, default=default, limit=MAX_CONTEXT)
+    period = keys.count(f"{name}_pattern", default=period)
+    return tuple(latest if il % period < period - 1 else 0 for il in range(n_layer))
 
 
 def _rope_scaling(keys: Keys, scalings: tuple[str, ...]) -> RopeScaling:

@@ -98,8 +98,8 @@ class CpuKVCache(KVCache):
         #: Layers by the block of the side whose packed tokens are counted.
         self._counted = Counter(side.block for side in map(_counted_side, self.paged) if side is not None)
 
-    def attend(self, il: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """As `KVCache.attend`; `scale` is the layer's, known since the cache was made."""
+    def attend(self, il: int, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
+        """As `KVCache.attend`; `scale` is the layer's, known since the cache was made, and there is no soft cap."""
         n_before, n = self.n_tokens, q.shape[1]
         self.check_room(n)
         keys, values = self.maps[il]

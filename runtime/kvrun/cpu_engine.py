@@ -100,6 +100,8 @@ class CpuEngine(Engine):
     @staticmethod
     def check_plan(plan: CachePlan) -> None:
         """Raise KvError where a plan holds what the compiled attention cannot read."""
+        if any(shape.sliding for shape in plan.geometry):
+            raise KvError("the CPU engine has no sliding windows; use --engine reference")
         specs = (head.spec for layer in (*plan.k, *plan.v) for head in layer)
         other = next((spec.code for spec in specs if spec.emulates), None)
         if other is not None:

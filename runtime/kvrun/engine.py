@@ -71,7 +71,8 @@ class Engine:
 
         def attend(il: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.to(cache.dtype) for x in (q, k, v))
-            return cache.attend(il, q, k, v, self.model.attention_scale(il)).to(self.dtype)
+            scale, softcap = self.model.attention_scale(il), self.model.attention_softcap
+            return cache.attend(il, q, k, v, scale, softcap).to(self.dtype)
 
         x = self._blocks(ids, positions, attend)
         cache.commit(len(ids))
@@ -133,7 +134,7 @@ class Engine:
         ids = self._tokens(tokens)
 
         def attend(il: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return causal_attention(q, k, v, self.model.attention_scale(il))
+            return self.model.plain_attention(il, q, k, v)
 
         return self.model.output(self._blocks(ids, torch.arange(len(ids)), attend))
 
@@ -159,13 +160,3 @@ class Engine:
         for il in range(self.model.config.n_layer):
             x = self.model.block(il, x, positions, attend)
         return x
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Plain causal attention in the inputs' dtype, grouped queries.
-
-    q: [n_head, n, d_k].  k: [n_head_kv, n, d_k].  v: [n_head_kv, n, d_v].  Returns [n_head, n, d_v].
-    """
-    group = q.shape[0] // k.shape[0]
-    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)

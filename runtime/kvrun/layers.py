@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvkernels.attend import soft_capped
+
 from .config import RopeStyle
 from .errors import GGUFError
 from .rope_scaling import RopeScaling
@@ -146,3 +148,26 @@ class Rope:
                 self._table = (torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
             self._positions = positions.clone()
         return self._table
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, sliding: int = 0, softcap: float = 0.0
+) -> Tensor:
+    """Plain causal attention in the inputs' dtype, grouped queries.
+
+    q: [n_head, n, d_k].  k: [n_head_kv, n, d_k].  v: [n_head_kv, n, d_v].  sliding: latest tokens that a query sees, 0
+    is all.  softcap: see `kvkernels.attend`.  Returns [n_head, n, d_v].
+    """
+    group = q.shape[0] // k.shape[0]
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    n = q.shape[1]
+    if not softcap and not 0 < sliding < n:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    scores = (q @ k.transpose(1, 2) * scale).masked_fill(~causal_mask(n, sliding), -torch.inf)
+    return torch.softmax(soft_capped(scores, softcap), -1) @ v
+
+
+def causal_mask(n: int, sliding: int = 0) -> Tensor:
+    """Which tokens each of `n` queries sees: bool [n, n]; sliding: the latest so many, 0 is all."""
+    seen = torch.ones(n, n, dtype=torch.bool).tril()
+    return seen.triu(1 - sliding) if sliding else seen

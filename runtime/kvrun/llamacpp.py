@@ -226,7 +226,7 @@ def allocation(setting: LlamaSetting, geometry: Sequence[LayerGeometry], context
     """Bytes and bits per value from what llama.cpp's log says it allocated.
 
     The log gives the number of cells (tokens, rounded up by llama.cpp) and MiB to two decimals. Cells times the blocks
-    of each type gives the same to the byte; where the two disagree, the log is right.
+    of each type gives the same to the byte; where the two disagree, as with sliding windows, the log is right.
     """
     if context.get("kv_mib") is None:
         return {"kv_bytes": None, "bits_per_value": None}
@@ -236,7 +236,7 @@ def allocation(setting: LlamaSetting, geometry: Sequence[LayerGeometry], context
             values, n_bytes = BLOCKS[name]
             row = layer.n_head_kv * head_dim
             exact += context["n_cells"] * (row // values) * n_bytes
-            n_values += context["n_cells"] * row
+            n_values += min(context["n_cells"], layer.sliding or context["n_cells"]) * row
     logged = context["kv_mib"] * _MIB
     n_bytes = exact if abs(exact - logged) <= 0.02 * _MIB else round(logged)
     return {"kv_bytes": n_bytes, "bits_per_value": n_bytes * 8 / n_values}

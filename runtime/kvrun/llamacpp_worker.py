@@ -92,6 +92,9 @@ class LlamaContext:
         parameters.flash_attn_type = _FLASH_ATTN[request["flash_attn"]]
         parameters.type_k, parameters.type_v = types
         parameters.offload_kqv = parameters.op_offload = False
+        parameters.swa_full = (
+            False  # as llama.cpp's own tools: layers with a sliding window keep no more than they need
+        )
         begin = len(model.log.lines)
         self.handle = llama_cpp.llama_init_from_model(model.handle, parameters)
         if not self.handle:

@@ -70,11 +70,15 @@ class HeadPlan:
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """Shape of one layer's cache: KV heads and the channels of a key and of a value head."""
+    """Shape of one layer's cache: KV heads and the channels of a key and of a value head.
+
+    sliding: latest tokens that a query sees, itself among them; 0 is all.
+    """
 
     n_head_kv: int
     head_dim_k: int
     head_dim_v: int
+    sliding: int = 0
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,8 @@ class Recipe:
     version: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "version", self.version or fmt.needed_version(self.k, self.v))
+        needed = fmt.needed_version(self.k, self.v, self.geometry)
+        object.__setattr__(self, "version", self.version or needed)
         for side in ("k", "v"):
             object.__setattr__(self, side, tuple(tuple(map(_as_stored, layer)) for layer in getattr(self, side)))
             fmt.check_heads(side, getattr(self, side), self.geometry)
@@ -152,8 +153,8 @@ class Recipe:
     def _decode(cls, source: fmt.Fields) -> Recipe:
         if source.number("version") < 1:
             raise RecipeError("its version is 0")
-        geometry = fmt.decode_geometry(source)
         version = source.number("version")
+        geometry = fmt.decode_geometry(source, version)
         k, v = (fmt.decode_side(source, side, geometry, version) for side in ("k", "v"))
         n_heads = sum(layer.n_head_kv for layer in geometry)
 

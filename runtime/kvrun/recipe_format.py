@@ -24,6 +24,8 @@ CODES: tuple[Code, ...] = ("uniform", "cubic")
 #: Bits of `kvconv.{k,v}.transform`: what the head's transform is made of. The last one came with version 2.
 HAS_ORDER, HAS_HADAMARD, HAS_MATRIX, HAS_OFFSET, ROTATES = 1, 2, 4, 8, 16
 MAX_HEAD_DIM = 4096
+#: Tokens that each layer's queries see, 0 for all. Came with version 3.
+SLIDING = "sliding_window"
 #: A learned matrix that is worse conditioned than this (1-norm) cannot be undone in float32.
 MAX_CONDITION = 1e6
 
@@ -39,9 +41,14 @@ class Metadata(Protocol):
 
 
 def encode_geometry(geometry: Sequence[LayerGeometry]) -> dict[str, np.ndarray]:
-    """`kvconv.n_head_kv`, `kvconv.head_dim_k`, `kvconv.head_dim_v`: uint32 [n_layer]."""
+    """`kvconv.n_head_kv`, `kvconv.head_dim_k`, `kvconv.head_dim_v`: uint32 [n_layer].
+
+    `kvconv.sliding_window`, the same, is left out where no layer has one.
+    """
     names = ("n_head_kv", "head_dim_k", "head_dim_v")
     columns = {name: [int(getattr(layer, name)) for layer in geometry] for name in names}
+    if any(layer.sliding for layer in geometry):
+        columns[SLIDING] = [layer.sliding for layer in geometry]
     return {PREFIX + name: np.array(column, np.uint32) for name, column in columns.items()}
 
 
@@ -88,8 +95,10 @@ def _flags(transform: HeadTransform) -> int:
     )
 
 
-def needed_version(k: Heads, v: Heads) -> int:
-    """The oldest format version that can hold these keys and values."""
+def needed_version(k: Heads, v: Heads, geometry: Sequence[LayerGeometry]) -> int:
+    """The oldest format version that can hold these heads in these layers."""
+    if any(layer.sliding for layer in geometry):
+        return 3
     if any(head.spec.code != "uniform" for layer in (*k, *v) for head in layer):
         return 3
     return 2 if any(head.transform.rotating for layer in k for head in layer) else 1
@@ -147,7 +156,7 @@ class Fields:
         return np.split(array, np.cumsum(sizes)[:-1])
 
 
-def decode_geometry(fields: Fields) -> tuple[LayerGeometry, ...]:
+def decode_geometry(fields: Fields, version: int) -> tuple[LayerGeometry, ...]:
     """Shape of every layer; sizes are checked before anything is made of them."""
     n_head_kv = fields.array("n_head_kv", (np.uint32,))
     dims = [fields.array(name, (np.uint32,), len(n_head_kv)) for name in ("head_dim_k", "head_dim_v")]
@@ -158,8 +167,11 @@ def decode_geometry(fields: Fields) -> tuple[LayerGeometry, ...]:
     total = int(n_head_kv.astype(np.uint64).sum())
     if total != n_heads or not total:
         raise RecipeError(f"{PREFIX}k.bits has {n_heads} entries for {total} heads")
-    columns = (n_head_kv.tolist(), dims[0].tolist(), dims[1].tolist())
-    return tuple(LayerGeometry(n, dk, dv) for n, dk, dv in zip(*columns, strict=True))
+    sliding = np.zeros_like(n_head_kv)
+    if version >= 3 and fields.has(SLIDING):
+        sliding = fields.array(SLIDING, (np.uint32,), len(n_head_kv))
+    columns = (n_head_kv, *dims, sliding)
+    return tuple(LayerGeometry(*layer) for layer in zip(*(column.tolist() for column in columns), strict=True))
 
 
 def decode_side(fields: Fields, side: str, geometry: Sequence[LayerGeometry], version: int) -> Heads:

@@ -52,6 +52,13 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "phi3",
         {"rope_factors": True, "keys": {"rope.scaling.original_context_length": 256, "rope.scaling.attn_factor": 1.2}},
     ),
+    "gemma2, three layers": ("gemma2", {"n_layer": 3}),
+    "gemma3, seven layers": ("gemma3", {"n_layer": 7, "rope_theta": 1e6}),
+    "gemma3, linear scaling, d=256, one KV head": (
+        "gemma3",
+        {"n_layer": 6, "rope_scale": 8.0, "head_dim": 256, "n_head_kv": 1, "keys": {"attention.sliding_window": 33}},
+    ),
+    "gemma3, nothing slides": ("gemma3", {"keys": {"attention.sliding_window": 0}}),
     "qwen2, own output, d=48": ("qwen2", {"tied": False, "head_dim": 48, "n_layer": 3}),
 }
 
@@ -86,7 +93,9 @@ def test_tiny_models_agree_in_log_probability(tiny: Path, tmp_path: Path) -> Non
     theirs = llamacpp.logits(tiny, tokens, tmp_path / "l.npy", type_k="f32", type_v="f32", flash_attn=False)
     ours = Engine(load_model(tiny)).forward_bypassing_cache(tokens).numpy()
     worst = np.abs(log_softmax(ours) - log_softmax(theirs)).max()
-    assert worst <= 1e-4, worst
+    # llama.cpp looks GELU up in a table of f16 numbers, so Gemma is nearer only in the mean (the test below).
+    limit = 1e-2 if load_model(tiny).config.arch.startswith("gemma") else 1e-4
+    assert worst <= limit, worst
     # Neither side may win by being trivial.
     entropy = -(np.exp(log_softmax(theirs)) * log_softmax(theirs)).sum(1).mean()
     assert 1.0 < entropy < 0.8 * np.log(theirs.shape[1])

@@ -11,7 +11,7 @@ import pytest
 
 from kvrun.errors import RecipeError
 from kvrun.recipe import Recipe
-from tests.runtime.test_recipe import array, plain_recipe, written
+from tests.runtime.test_recipe import GEOMETRY, array, plain_recipe, written
 
 
 def rotating_recipe() -> Recipe:
@@ -68,3 +68,16 @@ def test_a_rotation_that_does_not_add_up_is_damage(changes: dict[str, Any], why:
     file = written(tmp_path / "bad.gguf", {key: value for key, value in metadata.items() if value is not None})
     with pytest.raises(RecipeError, match=why):
         Recipe.from_metadata(file)
+
+
+def test_sliding_windows_are_part_of_the_shape(tmp_path: Path) -> None:
+    sliding = (replace(GEOMETRY[0], sliding=512), GEOMETRY[1])
+    recipe = plain_recipe(geometry=sliding)
+    metadata = recipe.to_metadata()
+    assert metadata["kvconv.version"] == 3 and metadata["kvconv.sliding_window"].tolist() == [512, 0]
+    read = Recipe.from_metadata(written(tmp_path / "s.gguf", metadata))
+    assert read == recipe and read.geometry == sliding and read.plan().geometry == sliding
+    assert "kvconv.sliding_window" not in plain_recipe().to_metadata()
+    short = metadata | {"kvconv.sliding_window": metadata["kvconv.sliding_window"][:1]}
+    with pytest.raises(RecipeError, match="sliding_window has 1 entries, not 2"):
+        Recipe.from_metadata(written(tmp_path / "short.gguf", short))

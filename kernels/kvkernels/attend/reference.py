@@ -19,7 +19,9 @@ class Side:
     full: float16 [n_head_kv, n_full, d], tokens in full precision.  full_positions: int64 [n_full].
     restored: [n_head_kv, n, d], what `store.read` gives for at least the packed tokens that are seen; None reads them.
         A caller that attends slice by slice restores them once.
-    A query at position `t` sees the token at position `j <= t` packed if `start <= j < packed_end`, else in full.
+    first: int64 [n_q], for each query the position of the first token that it sees; None is 0 for all.
+    A query at position `t` sees the token at position `first <= j <= t` packed if `start <= j < packed_end`, else in
+    full.
     """
 
     store: PackedStore
@@ -28,6 +30,7 @@ class Side:
     full: Tensor
     full_positions: Tensor
     restored: Tensor | None = None
+    first: Tensor | None = None
 
     def read(self, n_packed: int, dtype: torch.dtype) -> Tensor:
         """Restored values of the first `n_packed` packed tokens, [n_head_kv, n_packed, d]."""
@@ -36,21 +39,40 @@ class Side:
     def packed_mask(self) -> Tensor:
         """bool [n_q, n_packed]: which packed tokens each query sees; n_packed is what the farthest query sees."""
         n = int(self.packed_end.max()) - self.start
-        return torch.arange(self.start, self.start + n)[None, :] < self.packed_end[:, None]
+        j = torch.arange(self.start, self.start + n)[None, :]
+        return self._from_first(j, j < self.packed_end[:, None])
 
     def full_mask(self, positions: Tensor) -> Tensor:
         """bool [n_q, n_full]: which full-precision tokens the queries at `positions` [n_q] see."""
         j = self.full_positions[None, :]
         in_packed = (j >= self.start) & (j < self.packed_end[:, None])
-        return (j <= positions[:, None]) & ~in_packed
+        return self._from_first(j, (j <= positions[:, None]) & ~in_packed)
+
+    def _from_first(self, j: Tensor, seen: Tensor) -> Tensor:
+        return seen if self.first is None else seen & (j >= self.first[:, None])
+
+    def packed_reads(self) -> int:
+        """How many packed tokens the queries see in all."""
+        begin = torch.tensor(self.start) if self.first is None else self.first.clamp(min=self.start)
+        return int((self.packed_end - begin).clamp(min=0).sum())
 
 
-def attend(q: Tensor, k: Side, v: Side, positions: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Side,
+    v: Side,
+    positions: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+    *,
+    softcap: float = 0.0,
+) -> Tensor:
     """Softmax attention of `n_q` queries, each over what it sees.
 
     q: [n_head, n_q, d_k], transformed for the stored keys; n_head is a multiple of n_head_kv, and neighbouring query
     heads share a KV head.  positions: int64 [n_q].  scale: multiplies the scores.
     bias: [n_head, n_q, n], added to the scores of the tokens at positions 0 to n - 1, the last query's; None is none.
+    softcap: scores `s` become `softcap * tanh(s / softcap)` (arXiv 2408.00118); 0 leaves them.
     Returns [n_head, n_q, d_v] in the stored space of the values; the caller applies `T^-1`.
     """
     n_head, n_q, _ = q.shape
@@ -74,7 +96,7 @@ def attend(q: Tensor, k: Side, v: Side, positions: Tensor, scale: float, bias: T
 
     if bias is not None:
         scores += bias.view(scores.shape)
-    weights = torch.softmax(scores * scale, dim=-1)
+    weights = torch.softmax(soft_capped(scores * scale, softcap), dim=-1)
     out = torch.zeros(n_kv, rows, v.store.head_dim, dtype=q.dtype)
     packed = v.packed_mask()
     n_packed = packed.shape[1]
@@ -86,3 +108,10 @@ def attend(q: Tensor, k: Side, v: Side, positions: Tensor, scale: float, bias: T
         part = weights[..., v.full_positions] * full
         out += part.reshape(n_kv, rows, full.shape[1]) @ v.full.to(q.dtype)
     return out.view(n_head, n_q, -1)
+
+
+def soft_capped(scores: Tensor, softcap: float) -> Tensor:
+    """`softcap * tanh(scores / softcap)`, where -inf, which masks a token, stays; 0 leaves all as they are."""
+    if not softcap:
+        return scores
+    return torch.where(scores == -torch.inf, scores, softcap * torch.tanh(scores / softcap))

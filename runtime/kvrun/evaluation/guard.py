@@ -21,17 +21,17 @@ def expected_packed_reads(plan: CachePlan, n_ctx: int) -> int:
     A layer counts its key side, or its value side where only the values are quantized.
     """
     total = 0
-    for heads_k, heads_v in zip(plan.k, plan.v, strict=True):
+    for shape, heads_k, heads_v in zip(plan.geometry, plan.k, plan.v, strict=True):
         heads = heads_k if any(head.spec.quantized for head in heads_k) else heads_v
         if any(head.spec.quantized for head in heads):
             block = max(head.spec.block for head in heads)
-            total += _packed_reads(n_ctx, plan.sinks, plan.window, block)
+            total += _packed_reads(n_ctx, plan.sinks, plan.window, block, shape.sliding)
     return total
 
 
 @lru_cache(maxsize=64)
-def _packed_reads(n_ctx: int, sinks: int, window: int, block: int) -> int:
-    return packed_reads(0, n_ctx, sinks, window, block)
+def _packed_reads(n_ctx: int, sinks: int, window: int, block: int, sliding: int) -> int:
+    return packed_reads(0, n_ctx, sinks, window, block, sliding)
 
 
 def check_cache_was_read(plan: CachePlan, n_ctx: int, n_windows: int, packed_read: int, tokens_read: int) -> None:

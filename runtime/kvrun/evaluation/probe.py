@@ -18,7 +18,7 @@ from kvkernels.quantize import decode, encode, round_queries_ggml
 from kvrun.cache import KVCache, head_matrix
 from kvrun.errors import MeasurementError
 from kvrun.plan import CachePlan, HeadPlan
-from kvrun.visibility import packed_end
+from kvrun.visibility import first_seen, packed_end
 
 if TYPE_CHECKING:
     from kvrun.layers import Rope
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 TOLERANCE = 0.2
 #: Queries that are compared, the latest ones.
 _N_QUERIES = 4
+#: Longest sliding window that a probe is made to go past, in tokens.
+_MOST_SLIDING = 1024
 
 
 def check_cache_obeys(plan: CachePlan, n_ctx: int, rope_of: Callable[[int], Rope] | None = None) -> None:
@@ -60,7 +62,7 @@ def _storage(head: HeadPlan) -> tuple[object, ...]:
 def _probe_layer(plan: CachePlan, il: int, n_ctx: int, rope: Rope | None) -> None:
     shape, heads_k, heads_v = plan.geometry[il], plan.k[il], plan.v[il]
     block = max(head.spec.block for head in (*heads_k, *heads_v))
-    n = min(n_ctx, plan.sinks + plan.window + 2 * block + 6)
+    n = min(n_ctx, plan.sinks + plan.window + 2 * block + 6 + min(shape.sliding, _MOST_SLIDING))
     generator = torch.Generator().manual_seed(il)
     n_kv = shape.n_head_kv
     # Channels of very different size, as real ones are: a wrong order or rotation then shows.
@@ -91,8 +93,9 @@ def _probe_layer(plan: CachePlan, il: int, n_ctx: int, rope: Rope | None) -> Non
                     for x, head, block in zip((k, v), (heads_k[ih], heads_v[ih]), blocks, strict=True)
                 )
                 query = _query(q[ih, t], heads_k, ih) if stored else q[ih, t]
-                weights = torch.softmax(keys @ query * scale, 0)
-                out[ih, i] = weights @ values
+                first = first_seen(t + 1, shape.sliding)
+                weights = torch.softmax(keys[first:] @ query * scale, 0)
+                out[ih, i] = weights @ values[first:]
     # An offset of the keys shifts all scores of a query alike and leaves no trace in the outputs.
     error, effect = (float((x - quantized).square().sum().sqrt()) for x in (got, plain))
     if not error <= TOLERANCE * effect:

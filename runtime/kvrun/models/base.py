@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config import ModelConfig, RopeStyle
 from ..errors import UnsupportedModelError
 from ..gguf_file import GGUFFile
-from ..layers import Linear, RMSNorm, Rope, check_shape
+from ..layers import Linear, RMSNorm, Rope, causal_attention, check_shape
 from ..weights import Weights
 
 #: `(layer, q [n_head, n, d_k], k [n_head_kv, n, d_k], v [n_head_kv, n, d_v]) -> o [n_head, n, d_v]`
@@ -33,12 +33,19 @@ class Model(ABC):
     rope_style: ClassVar[RopeStyle] = "neox"
     #: Values of `rope.scaling.type` that the graph can compute.
     rope_scalings: ClassVar[tuple[str, ...]] = ("linear", "yarn")
+    #: The last of so many layers sees all tokens, the others slide; 0: none slides.  Tokens where the file says none.
+    sliding_period: ClassVar[int] = 0
+    sliding_default: ClassVar[int] = 0
+    #: Scores are softly limited to this (`kvkernels.attend`); 0 leaves them.
+    attention_softcap: float = 0.0
 
     def __init__(self, file: GGUFFile, weights: Weights) -> None:
         self.file = file
         self.weights = weights
         self.dtype: torch.dtype = weights.dtype
-        self.config = config = ModelConfig.from_file(file, self.rope_style, self.rope_scalings)
+        self.config = config = ModelConfig.from_file(
+            file, self.rope_style, self.rope_scalings, (self.sliding_period, self.sliding_default)
+        )
         check_shape(weights, _EMBEDDING, (config.n_vocab, config.n_embd))
         self.output_norm = RMSNorm(weights, "output_norm", config.n_embd, config.rms_eps)
         # A file without an output matrix ties it to the embedding.
@@ -75,6 +82,11 @@ class Model(ABC):
     def attention_scale(self, il: int) -> float:
         """What the products of queries and keys of layer `il` are multiplied by."""
         return self.config.head_dim_k**-0.5
+
+    def plain_attention(self, il: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of layer `il` over a sequence's own keys and values, by no cache; shapes as `Attend` has them."""
+        sliding = self.config.geometry[il].sliding
+        return causal_attention(q, k, v, self.attention_scale(il), sliding=sliding, softcap=self.attention_softcap)
 
     def output(self, x: Tensor) -> Tensor:
         """x: [n, n_embd], what leaves the last block.  Returns logits [n, n_vocab]."""
