@@ -197,7 +197,7 @@ class LayerSide:
         return 0
 
     def seen(
-        self, full: Tensor, full_start: int, first: int, last: int, restored: Tensor | None = None, *, origin: int = 0
+        self, full: Tensor, full_start: int, first: int, last: int, restored: Tensor | None = None, origin: int = 0
     ) -> Side:
         """What the queries at positions `first .. last` see, from what `append` (and `restore`) returned.
 
@@ -294,8 +294,8 @@ class KVCache:
         for first in range(n_before, n_before + n, step):
             last = min(first + step, n_before + n) - 1
             origin = min(keys.origin(first), values.origin(first))
-            side_k = keys.seen(full_k, start_k, first, last, restored_k, origin=origin)
-            side_v = values.seen(full_v, start_v, first, last, restored_v, origin=origin)
+            side_k = keys.seen(full_k, start_k, first, last, restored_k, origin)
+            side_v = values.seen(full_v, start_v, first, last, restored_v, origin)
             positions = torch.arange(first, last + 1)
             rows = slice(first - n_before, last + 1 - n_before)
             bias = keys.offset_scores(given[:, rows], last + 1)

@@ -80,7 +80,7 @@ class SlidingSide(LayerSide):
         return 0 if first_seen(first + 1, self.sliding) < self.sinks else self.kept_from(first)
 
     def seen(
-        self, full: Tensor, full_start: int, first: int, last: int, restored: Tensor | None = None, *, origin: int = 0
+        self, full: Tensor, full_start: int, first: int, last: int, restored: Tensor | None = None, origin: int = 0
     ) -> Side:
         side = super().seen(full, full_start, first, last, restored)
         begin = self.kept_from(first)
