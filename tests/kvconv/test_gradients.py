@@ -24,9 +24,18 @@ def model(tiny_model: Callable[..., Path]) -> Model:
     return load_model(tiny_model("llama", n_layer=2, n_head_kv=[2, 1]), dtype=torch.float64)
 
 
+@pytest.fixture
+def gemma(tiny_model: Callable[..., Path]) -> Model:
+    """A sliding window in layer 0, soft caps."""
+    path = tiny_model("gemma2", n_layer=2, n_head_kv=[2, 1], keys={"attention.sliding_window": 11})
+    return load_model(path, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("side", ["k", "v"])
-def test_gradients_are_those_of_what_is_read_packed(model: Model, side: str) -> None:
+@pytest.mark.parametrize("which", ["model", "gemma"])
+def test_gradients_are_those_of_what_is_read_packed(which: str, side: str, request: pytest.FixtureRequest) -> None:
     """Against finite differences: a key or value is moved where queries read it packed, and nowhere else."""
+    model: Model = request.getfixturevalue(which)
     n, sinks, window, il = 24, 3, 5, 0
     tokens = torch.arange(5, 5 + n)
     positions = torch.arange(100, 100 + n)
@@ -43,7 +52,10 @@ def test_gradients_are_those_of_what_is_read_packed(model: Model, side: str) -> 
             rows, columns = torch.arange(n)[:, None], torch.arange(n)
             packed = (columns >= sinks) & (columns <= rows - window)
             s = torch.where(packed, q @ k2.transpose(1, 2), q @ k.transpose(1, 2)) * model.attention_scale(layer)
-            p = torch.softmax(s.masked_fill(columns > rows, -torch.inf), -1)
+            if model.attention_softcap:
+                s = model.attention_softcap * torch.tanh(s / model.attention_softcap)
+            sliding = model.config.geometry[layer].sliding or n
+            p = torch.softmax(s.masked_fill((columns > rows) | (columns <= rows - sliding), -torch.inf), -1)
             return (p * packed) @ v2 + (p * ~packed) @ v
 
         x = model.embed(tokens)
