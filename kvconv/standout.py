@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvkernels.spec import QuantSpec
+from kvkernels.spec import CUBIC_WIDTHS, QuantSpec
 from kvkernels.transform import hadamard_block
 from kvrun.cache_types import plan_for
 from kvrun.evaluation.metrics import TokenScores
@@ -150,8 +150,14 @@ def offers(heads: Sequence[HeadPlan], side: str, means: Tensor | None, head_dim:
                 yield new
     widest = max(head.spec.bits for head in heads)
     for bits in (b for b in _WIDER if b > widest):
-        yield [replace(head, spec=replace(head.spec, bits=bits)) for head in heads]
+        yield [replace(head, spec=_wider(head.spec, bits)) for head in heads]
     yield [HeadPlan(QuantSpec(16)) for _ in heads]
+
+
+def _wider(spec: QuantSpec, bits: int) -> QuantSpec:
+    """The same with more bits; uniform where the cubic code has no such width."""
+    narrow = spec.code == "cubic" and bits not in CUBIC_WIDTHS
+    return replace(spec, bits=bits, code="uniform" if narrow else spec.code)
 
 
 def setting_name(new: Sequence[HeadPlan], old: Sequence[HeadPlan]) -> str:

@@ -14,7 +14,8 @@ import torch
 
 from kvconv.cli import app
 from kvconv.diagnose import Damage, Part, diagnose, in_full, with_part, with_transform
-from kvconv.standout import find, key_means, stand_outs
+from kvconv.standout import find, key_means, offers, stand_outs
+from kvkernels.spec import QuantSpec
 from kvrun.cache_types import plan_for
 from kvrun.console import exit_status
 from kvrun.engine import Engine
@@ -23,7 +24,7 @@ from kvrun.evaluation.perplexity import run_plans
 from kvrun.evaluation.windows import Windows
 from kvrun.gguf_file import GGUFFile
 from kvrun.models import load_model
-from kvrun.plan import CachePlan, HeadTransform
+from kvrun.plan import CachePlan, HeadPlan, HeadTransform
 from kvrun.report import read_diagnosis
 from tools.make_tiny_model import make_tiny_model
 
@@ -210,3 +211,10 @@ def test_bad_input_is_one_line(
     assert run("diagnose", tmp_path / "m.gguf", "-c", "64", "-t", "1", *arguments) == 1
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
+
+
+def test_heads_of_cubic_codes_are_offered_every_width() -> None:
+    """The cubic code has no 8 bits; what is offered there is uniform."""
+    heads = [HeadPlan(QuantSpec(4, 32, code="cubic")), HeadPlan(QuantSpec(3, 32))]
+    offered = {new[0].spec.bits: [head.spec.code for head in new] for new in offers(heads, "v", None, 64)}
+    assert offered[6] == ["cubic", "uniform"] and offered[8] == ["uniform", "uniform"] and 16 in offered
