@@ -166,6 +166,8 @@ def decode_launches(
             "NEOX": offset is not None and offset.style == "neox",
             "PRECISION": "ieee" if torch.version.hip else "tf32x3",
         },
+        # The output must fit the registers beside the codes; AMD's have room for it, and lose it with more warps.
+        num_warps=8 if d_k + v.d > 256 and not torch.version.hip else 4,
     )
     combine = Launch(
         combine_kernel,
