@@ -157,6 +157,14 @@ def calibrate(model: Model, sample: Sample, settings: Settings) -> Recipe:
     return choose_recipe(model, sample, settings, read(model, sample, settings))
 
 
+@dataclass(frozen=True)
+class Offers:
+    """Every head of the cache with the ways to store it: heads and options go together, sides are "k" and "v"."""
+
+    heads: list[tuple[str, HeadSamples]]
+    options: list[list[Option]]
+
+
 def choose_recipe(
     model: Model,
     sample: Sample,
@@ -169,16 +177,29 @@ def choose_recipe(
     on_layer: called with the number of layers that options were found for.
     Raises KvError naming layer and head where a key or value does not fit float16.
     """
+    return spread(model, sample, settings, offer(model, settings, gathered, on_layer))
+
+
+def offer(
+    model: Model, settings: Settings, gathered: Gathered, on_layer: Callable[[int], None] | None = None
+) -> Offers:
+    """The first half of `choose_recipe`; what comes out serves any budget of bits."""
     geometry, objective = model.config.geometry, OBJECTIVES[settings.objective]
-    heads: list[tuple[str, HeadSamples]] = []
-    offered: list[list[Option]] = []
+    found = Offers([], [])
     for il, shape in enumerate(geometry):
-        for side, found, dim in (("k", gathered.k[il], shape.head_dim_k), ("v", gathered.v[il], shape.head_dim_v)):
+        for side, samples, dim in (("k", gathered.k[il], shape.head_dim_k), ("v", gathered.v[il], shape.head_dim_v)):
             turn = _turn(model, il, gathered) if side == "k" and settings.rotating else None
-            offered += choose_layer(il, side, found, settings.specs(side, dim), objective, turn)
-            heads += [(side, found.head(side, ih)) for ih in range(shape.n_head_kv)]
+            found.options.extend(choose_layer(il, side, samples, settings.specs(side, dim), objective, turn))
+            found.heads.extend((side, samples.head(side, ih)) for ih in range(shape.n_head_kv))
         if on_layer is not None:
             on_layer(il + 1)
+    return found
+
+
+def spread(model: Model, sample: Sample, settings: Settings, offers: Offers) -> Recipe:
+    """The second half of `choose_recipe`: one option for every head, within the budget."""
+    geometry, objective = model.config.geometry, OBJECTIVES[settings.objective]
+    heads, offered = offers.heads, offers.options
     counted = [i for i, (side, _) in enumerate(heads) if settings.counts(side)]
     chosen = [min(found, key=lambda option: option.cost) for found in offered]
     if counted:

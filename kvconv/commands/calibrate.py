@@ -110,6 +110,12 @@ GuardOption = Annotated[
         "take back what makes it worse.",
     ),
 ]
+ParetoOption = Annotated[
+    bool,
+    typer.Option(
+        "--pareto", help="Also show size against divergence from 2 to 8 bits, measured on the held-out pieces."
+    ),
+]
 ObjectiveOption = Annotated[
     ObjectiveName,
     typer.Option(
@@ -139,6 +145,7 @@ def calibrate(
     seed: SeedOption = 0,
     objective: ObjectiveOption = ObjectiveName.fisher,
     guard: GuardOption = True,
+    pareto: ParetoOption = False,
     threads: ThreadsOption = None,
 ) -> None:
     """Find how each head of a model's KV cache is best quantized, and store that as a recipe.
@@ -149,17 +156,22 @@ def calibrate(
     chosen = choose_model(model, model_option)
     if sinks >= chunk_tokens:
         raise UsageError(f"--sinks {sinks} leaves nothing of a piece of --chunk-tokens {chunk_tokens}")
+    if pareto and (k_bits is not None or v_bits is not None):
+        raise UsageError("--pareto spreads bits itself; leave out --k-bits and --v-bits")
+    if pareto and not guard:
+        raise UsageError("--pareto measures on the pieces that --no-guard does not hold out; leave one of them out")
     # Threads that spin while they wait take the cores from the others as soon as anything else runs on the machine
     # (measured: five times slower). OpenMP reads this when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     set_threads(threads)
 
     from kvconv import report
-    from kvconv.calibrate import DEFAULT_BITS, Settings, choose_recipe, draw, read
+    from kvconv.calibrate import DEFAULT_BITS, Settings, draw, offer, read, spread
     from kvconv.gather import budget_bytes
     from kvconv.guard import guard as check
     from kvconv.guard import verdict_line
     from kvconv.output import check_output, output_path, write
+    from kvconv.pareto import COLUMNS, NOTE, measure, points
     from kvconv.text import read_text
     from kvrun.evaluation.windows import Windows
     from kvrun.gguf_split import open_model
@@ -203,10 +215,13 @@ def calibrate(
         note(f"note: the text is short, {pieces} instead of {chunks}", style="yellow")
     if ctx_size is not None and ctx_size > loaded.config.n_ctx_train > 0:
         note(f"note: the model was trained for {loaded.config.n_ctx_train} tokens, not {ctx_size}", style="yellow")
+    if pareto and not len(sample.held):
+        raise KvError("too little text to hold a piece out for --pareto; give more with -f, or --chunks 4 or more")
     with progress("reading", n_found, unit="pieces") as advance:
         gathered = read(loaded, sample, settings, advance)
     with progress("choosing", n_layer, unit="layers") as advance:
-        recipe = choose_recipe(loaded, sample, settings, gathered, advance)
+        offers = offer(loaded, settings, gathered, advance)
+        recipe = spread(loaded, sample, settings, offers)
     verdict = None
     if len(sample.held):
         fixed = k_bits is not None or v_bits is not None
@@ -219,5 +234,9 @@ def calibrate(
     typer.echo(report.note_for(recipe))
     if verdict is not None:
         typer.echo("\n" + verdict_line(verdict, len(sample.held)))
+    if pareto:
+        with progress("measuring", len(sample.held), unit="pieces") as advance:
+            curve = measure(loaded, Windows(sample.held), points(loaded, sample, settings, offers), advance)
+        typer.echo("\n" + markdown(curve, COLUMNS) + "\n" + NOTE)
     size = f"{report.bits_per_value(recipe):.2f} bits per packed value"
     typer.echo(f"\nwrote {printable(str(target))}: recipe {recipe.digest()}, {size}")
