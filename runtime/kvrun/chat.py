@@ -5,7 +5,8 @@ the model said it. When the next turn's text begins with that text, only the res
 are never tokenized again: a model is free to say a word in other tokens than the tokenizer would choose). Some
 templates rewrite what was said before, and `/regen` takes an answer back. Then the cache goes back to the latest
 checkpoint whose text still begins the new one, or is read anew. Checkpoints are exact: the packed region is
-append-only, and a checkpoint keeps a copy of the part that is in full precision.
+append-only, and a checkpoint keeps a copy of the part that is in full precision, and of what layers with a sliding
+window hold.
 """
 
 from __future__ import annotations

@@ -41,6 +41,8 @@ class SlidingSide(LayerSide):
         rope: Rope | None = None,
     ) -> None:
         self.sliding = sliding
+        # What lies before the sliding window is never seen, so it need not be in full precision either.
+        window = min(window, sliding)
         super().__init__(plans, head_dim, sinks=sinks, window=window, n_ctx=n_ctx, dtype=dtype, rope=rope)
         self._work = self.store
         self._n_before = self._n_after = 0

@@ -134,6 +134,11 @@ def test_memory_is_that_of_the_window_whatever_the_context(name: str, sliding: i
     assert long.n_values == sliding * N_KV * 2 * D
 
 
+def test_a_longer_window_in_full_precision_takes_no_more_than_the_sliding_one() -> None:
+    wide, narrow = (KVCache(plan("4 and 3 bits", 20, 4, window), 20000) for window in (5000, 20))
+    assert wide.n_bytes == narrow.n_bytes
+
+
 def test_going_back_past_what_was_dropped_gives_what_never_happened() -> None:
     chosen = plan("channels and tokens", 40, 4, 8)
     cache, fresh = (KVCache(chosen, N, torch.float64) for _ in range(2))
