@@ -220,8 +220,10 @@ def test_decode_is_the_reference(name: str) -> None:
 def test_the_number_of_parts_changes_nothing() -> None:
     case = replace(CASES["d128 g16 2 bits"], group=3)
     inputs = make(case)
-    one, many = (run(replace(case, n_splits=n), inputs) for n in (1, 7))
-    assert_rms_ratio("7 parts against 1", one, many, 2e-4)
+    # More than 16 parts take the combine a second step; most of these 19 have no tokens.
+    one, some, many = (run(replace(case, n_splits=n), inputs) for n in (1, 3, 19))
+    assert_rms_ratio("3 parts against 1", one, some, 2e-4)
+    assert_rms_ratio("19 parts against 1", one, many, 2e-4)
 
 
 def test_small_values_do_not_vanish() -> None:
