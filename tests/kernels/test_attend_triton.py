@@ -226,6 +226,14 @@ def test_the_number_of_parts_changes_nothing() -> None:
     assert_rms_ratio("19 parts against 1", one, many, 2e-4)
 
 
+def test_large_scores_do_not_overflow() -> None:
+    """Scores of several hundred: only their differences may meet the exponential. Their rounding is large as well."""
+    case = Case(64, 3, (by_token(8, 64),), (by_token(8, 64),), (230,), 4, 20)
+    inputs = make(case)
+    inputs.q *= 100
+    assert_rms_ratio("scores of hundreds", expected(case, inputs), run(case, inputs), 0.05)
+
+
 def test_small_values_do_not_vanish() -> None:
     """One token takes nearly all the weight; weight times scale of the others lies below what f16 can hold."""
     case = Case(64, 2, (by_token(8, 64),), (by_token(4, 64),), (250,))
