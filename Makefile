@@ -34,7 +34,7 @@ demo: $(VENV)/.ready-demo
 	@mkdir -p $(DEMO)
 	$(BIN)/kvconv calibrate smollm2 -o $(DEMO_MODEL) --force
 	$(BIN)/kvrun chat $(DEMO_MODEL) -st --temp 0 -n 96 -p "$(QUESTION)"
-	$(BIN)/kvrun compare $(DEMO_MODEL)
+	$(BIN)/kvrun compare $(DEMO_MODEL) -c 2048 --chunks 1
 
 test: lint
 	$(KERNELS) $(BIN)/python -m pytest
