@@ -24,6 +24,9 @@ from kvrun.errors import KvError
 from kvrun.results import ResultRow
 from kvrun.tables import plain
 
+#: What is read to see whether a file is one of ours.
+_HEAD_BYTES = 4096
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -37,7 +40,7 @@ class ResultFile:
     """The file of `--results`, read when it is opened and appended to.
 
     say: told of lines that are damaged, by number, and once when a row cannot be written; neither ends the run.
-    Raises KvError or OSError where the file can neither be read nor made.
+    Raises KvError where the file holds something else, and KvError or OSError where it can neither be read nor made.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
@@ -48,12 +51,18 @@ class ResultFile:
             raise KvError(f"{printable(str(path))} is a folder; name a file with --results")
         with path.open("a+b") as file:  # made now, so that an unwritable place is known before the long run
             file.seek(0)
-            content = file.read()
-        for number, line in enumerate(content.split(b"\n"), 1):
-            if line.strip():
-                self._read(number, line)
+            head = file.read(_HEAD_BYTES)
+            content = head + file.read() if head.lstrip().startswith(b"{") else b""
+        lines = [(number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+        damaged = [text for number, line in lines if (text := self._read(number, line))]
+        # A model or a text would be spoilt by what is appended; a first row that was cut short would not.
+        if (head.strip() and not lines) or len(damaged) == len(lines) > 1:
+            raise KvError(f"{printable(str(path))} holds no rows of a comparison; name another file with --results")
+        for text in damaged:
+            say(text)
 
-    def _read(self, number: int, line: bytes) -> None:
+    def _read(self, number: int, line: bytes) -> str:
+        """Take up the row of a line; what is wrong with it where it holds none."""
         try:
             values = json.loads(line)
             _check_types(values)
@@ -63,9 +72,9 @@ class ResultFile:
                 raise ValueError("it does not hold as many tokens as it says")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             why = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-            self._say(f"{printable(str(self.path))}: line {number} is damaged and not used ({printable(why)})")
-            return
+            return f"{printable(str(self.path))}: line {number} is damaged and not used ({printable(why)})"
         self._found[values["fingerprint"]] = Measured(row, kld)
+        return ""
 
     def __len__(self) -> int:
         return len(self._found)

@@ -210,6 +210,18 @@ def test_a_place_that_cannot_be_written_is_known_before_the_run(
     assert len(errors) == 1 and not plans_run
 
 
+@pytest.mark.parametrize("name", ["tiny.gguf", "text.txt", "report.json"])
+def test_a_file_that_holds_something_else_is_not_appended_to(
+    compare: Callable[..., Any], plans_run: list[list[str]], name: str
+) -> None:
+    Path("report.json").write_text(json.dumps({"rows": [1, 2]}, indent=2))
+    before = Path(name).read_bytes()
+    _, said = compare("--results", name, status=1)
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "holds no rows" in errors[0] and "damaged" not in said
+    assert Path(name).read_bytes() == before and not plans_run
+
+
 def test_llama_cpp_rows_share_their_reference_and_are_kept(
     compare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, references: Path
 ) -> None:

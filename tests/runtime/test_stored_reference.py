@@ -149,6 +149,18 @@ def test_the_oldest_go_when_the_limit_is_reached(tmp_path: Path) -> None:
     assert other.exists() and len(said) == 1 and "oldest" in said[0]
 
 
+def test_a_reference_in_a_folder_that_is_read_only_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    cache = ReferenceCache(said.append, folder=tmp_path)
+    record(cache.path_of("a"), said).finish()
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert cache.find("a", N, VOCAB) is not None and said == []
+
+
 def test_what_cannot_be_kept_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     cache = ReferenceCache(said.append, limit_bytes=1000, folder=tmp_path / "references")

@@ -57,7 +57,8 @@ class ReferenceCache:
         path = self.path_of(key)
         try:
             found = StoredReference(path, n_rows, n_vocab)
-            os.utime(path)  # used now: others go first
+            with suppress(OSError):  # a folder that is read-only can still be read
+                os.utime(path)  # used now: others go first
             return found
         except FileNotFoundError:
             return None
