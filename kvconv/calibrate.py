@@ -80,6 +80,14 @@ class Settings:
         sees_packed = self.chunk_tokens // 2 > self.sinks + self.window
         return min(self.n_chunks // 4, 2) if self.guard and sees_packed else 0
 
+    @property
+    def why_none_held(self) -> str:
+        """What keeps a chunk from being held out, and what to change."""
+        if self.chunk_tokens // 2 <= self.sinks + self.window:
+            why = f"half a piece of {self.chunk_tokens} tokens does not leave sinks and window"
+            return f"{why}; give more with --chunk-tokens"
+        return "it takes 4 pieces and one more of text; give more with --chunks and -f"
+
     def counts(self, side: str) -> bool:
         """Whether the bits of a side are part of the budget."""
         if self.bits_k is not None and self.bits_v is not None:
@@ -135,7 +143,7 @@ def draw(
         raise KvError(f"chunks of {settings.chunk_tokens} tokens exceed the context of {n_ctx}; lower --chunk-tokens")
     wanted = settings.n_chunks + settings.n_held
     rows = cut(text.content, encode, wanted, settings.chunk_tokens, bos=bos)
-    held = held_out(len(rows), settings.n_held if len(rows) == wanted else 0)
+    held = held_out(len(rows), min(settings.n_held, max(len(rows) - settings.n_chunks, 0)))
     tokens = np.delete(rows, held, 0)
     return Sample(text, tokens, place(len(tokens), settings.chunk_tokens, n_ctx, settings.seed), n_ctx, rows[held])
 

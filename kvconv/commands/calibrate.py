@@ -113,7 +113,7 @@ GuardOption = Annotated[
 ParetoOption = Annotated[
     bool,
     typer.Option(
-        "--pareto", help="Also show size against divergence from 2 to 8 bits, measured on the held-out pieces."
+        "--pareto", help="Also show size against divergence from 2.25 to 8 bits, measured on the held-out pieces."
     ),
 ]
 ObjectiveOption = Annotated[
@@ -215,8 +215,11 @@ def calibrate(
         note(f"note: the text is short, {pieces} instead of {chunks}", style="yellow")
     if ctx_size is not None and ctx_size > loaded.config.n_ctx_train > 0:
         note(f"note: the model was trained for {loaded.config.n_ctx_train} tokens, not {ctx_size}", style="yellow")
-    if pareto and not len(sample.held):
-        raise KvError("too little text to hold a piece out for --pareto; give more with -f, or --chunks 4 or more")
+    if guard and not len(sample.held):
+        why = f"no piece of the text is held out: {settings.why_none_held}"
+        if pareto:
+            raise KvError(f"{why}, or leave out --pareto")
+        note(f"note: the recipe is not measured, as {why}", style="yellow")
     with progress("reading", n_found, unit="pieces") as advance:
         gathered = read(loaded, sample, settings, advance)
     with progress("choosing", n_layer, unit="layers") as advance:

@@ -163,7 +163,8 @@ class _Comparison:
         ]
         missing = [s.plan for s, p in zip(settings, prints, strict=True) if self._kept(p) is None]
         for setting, fingerprint in zip(settings, prints, strict=True):
-            measured = self._kept(fingerprint) or self._measure(setting, f16, missing)
+            kept, baseline = self._kept(fingerprint), _baseline_of(setting)
+            measured = self._measure(setting, f16, missing) if kept is None else self._paired(kept, baseline)
             row, plan = measured.row, setting.plan
             # The baseline is the first of its kind; what comes before it or is it has nothing to be paired with.
             if plan.type_k == plan.type_v and not row.error:
@@ -182,7 +183,7 @@ class _Comparison:
         )
         if row.error:
             return Measured(row, np.zeros(0))
-        return self._complete(row, run.scores, setting.baseline if plan.quantizes and not setting.control else "")
+        return self._complete(row, run.scores, _baseline_of(setting))
 
     def _run(self, plan: CachePlan, f16: CachePlan, missing: Sequence[CachePlan]) -> Run:
         """One plan against the reference on disk; against f16 beside it where that is not there yet.
@@ -231,7 +232,8 @@ class _Comparison:
         """A row for each setting of llama.cpp's, and the noise floor where its f16 is among them."""
         for setting in settings:
             fingerprint = self._fingerprint({**self._facts, "engine": "llama.cpp", "setting": asdict(setting)})
-            measured = self._kept(fingerprint) or self._measure_llama(setting)
+            kept, is_f16 = self._kept(fingerprint), setting.type_k == setting.type_v == "f16"
+            measured = self._measure_llama(setting) if kept is None else self._paired(kept, "" if is_f16 else BASELINE)
             if setting.rotate and not measured.row.error:
                 self._others[llama_baseline(setting.type_k)] = measured.kld
             yield self._done(fingerprint, measured)
@@ -303,17 +305,28 @@ class _Comparison:
             kld_by_position=by_position(kld, windows.first, windows.n_scored // len(windows)),
             kld_by_confidence=by_confidence(kld, scores.confidence),
         )
+        return self._paired(Measured(row, kld), baseline)
+
+    def _paired(self, measured: Measured, baseline: str) -> Measured:
+        """The row with its difference, also one that was kept when its baseline was not among the rows."""
+        row, kld = measured.row, measured.kld
         other = self._baselines.get((baseline, row.sinks or 0, row.window or 0), self._others.get(baseline))
-        found = None if other is None else paired_difference(kld, other)
-        if found is not None:
-            row = replace(
-                row,
-                baseline=baseline,
-                kld_difference=found.mean,
-                kld_difference_low=found.low,
-                kld_difference_high=found.high,
-            )
+        found = None if row.baseline or other is None else paired_difference(kld, other)
+        if found is None:
+            return measured
+        row = replace(
+            row,
+            baseline=baseline,
+            kld_difference=found.mean,
+            kld_difference_low=found.low,
+            kld_difference_high=found.high,
+        )
         return Measured(row, kld)
+
+
+def _baseline_of(setting: Setting) -> str:
+    """What a row is paired with; nothing for f16 and the control."""
+    return setting.baseline if setting.plan.quantizes and not setting.control else ""
 
 
 def _name_of(plan: CachePlan) -> str:

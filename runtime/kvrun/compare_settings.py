@@ -121,14 +121,14 @@ def settings_at_bytes(
 ) -> tuple[list[Setting], list[tuple[str, str]]]:
     """Our types with the widest window that fits in what llama.cpp's type `name` takes for `n_ctx` tokens.
 
-    Cells that llama.cpp adds to round its context up are not counted.  Sinks are the type's own, or none where they do
-    not fit.  Returns the settings, and (type, reason) for those that do not fit at all; widths above the wanted one are
-    left out.  Raises KvError for a type that llama.cpp does not have.
+    Cells that llama.cpp adds to round its context up, or to a sliding window, are not counted.  Sinks are the type's
+    own, or none where they do not fit.  Returns the settings, and (type, reason) for those that do not fit at all;
+    widths above the wanted one are left out.  Raises KvError for a type that llama.cpp does not have.
     """
     geometry = engine.model.config.geometry
     ggml_type(name)
     values, block_bytes = BLOCKS[name]
-    n_values = n_ctx * sum(g.n_head_kv * (g.head_dim_k + g.head_dim_v) for g in geometry)
+    n_values = sum(min(n_ctx, g.sliding or n_ctx) * g.n_head_kv * (g.head_dim_k + g.head_dim_v) for g in geometry)
     limit = n_values // values * block_bytes
     found: list[Setting] = []
     refused: list[tuple[str, str]] = []

@@ -12,7 +12,7 @@ from kvconv.calibrate import Settings, calibrate, draw
 from kvconv.cli import app
 from kvconv.guard import guard, uniform_settings, verdict_line
 from kvconv.report import bits_per_value, side_bits
-from kvconv.text import held_out, language_reference
+from kvconv.text import Text, held_out, language_reference
 from kvrun.console import exit_status
 from kvrun.evaluation.windows import Windows
 from kvrun.models import Model, load_model
@@ -102,6 +102,15 @@ def test_pieces_that_are_held_out() -> None:
     assert held_out(18, 2) == [4, 13] and held_out(5, 1) == [2]
     assert held_out(2, 0) == [] and held_out(1, 1) == []
     assert Settings().n_held == 2 and Settings(n_chunks=3).n_held == 0 and Settings(n_chunks=5).n_held == 1
+    # A text that is a piece too short costs one of those held out, not both, and none of those that are read.
+    sample = draw(
+        Text("a text", "a" * 17 * 64, ""),
+        lambda text: [ord(c) for c in text],
+        Settings(chunk_tokens=64, window=4),
+        4096,
+        None,
+    )
+    assert (len(sample.tokens), len(sample.held)) == (16, 1)
     assert Settings(guard=False).n_held == 0 and Settings(window=300).n_held == 0
 
 
@@ -113,4 +122,10 @@ def test_the_command_says_what_the_guard_found(
     assert exit_status(app, options, prog="kvconv") == 0
     assert "\nguard: on 1 held-out piece (79 positions) the recipe diverges by 0." in capsys.readouterr().out
     assert exit_status(app, [*options, "--no-guard"], prog="kvconv") == 0
-    assert "guard" not in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "guard" not in printed.out and "held out" not in printed.err
+    assert exit_status(app, [*options, "--window", "90"], prog="kvconv") == 0
+    printed = capsys.readouterr()
+    assert (
+        "guard" not in printed.out and "the recipe is not measured, as no piece of the text is held out" in printed.err
+    )

@@ -64,7 +64,8 @@ def test_the_command(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     for wrong, status, why in (
         (["--k-bits", "4"], 2, "leave out --k-bits"),
         (["--no-guard"], 2, "leave one of them out"),
-        (["--chunks", "2"], 1, "too little text to hold a piece out"),
+        (["--chunks", "2"], 1, "no piece of the text is held out: it takes 4 pieces"),
+        (["--chunks", "4", "--window", "90"], 1, "give more with --chunk-tokens"),
     ):
         assert exit_status(app, [*options, "--force", *wrong], prog="kvconv") == status
         assert why in capsys.readouterr().err

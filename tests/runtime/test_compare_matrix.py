@@ -178,6 +178,18 @@ def test_windows_fill_the_bytes_and_no_more(tiny: Path, name: str) -> None:
     assert windows == sorted(windows) and windows[0] < windows[-1], "fewer bits leave room for a wider window"
 
 
+def test_a_sliding_window_counts_for_what_it_holds(tmp_path: Path) -> None:
+    engine = Engine(load_model(make_tiny_model("gemma2", tmp_path / "tiny.gguf")))
+    geometry = engine.model.config.geometry
+    tokens = sum(min(256, g.sliding or 256) for g in geometry)
+    assert tokens < 256 * len(geometry)
+    found, _ = settings_at_bytes(engine, 256, "q4_0", None)
+    limit = tokens * geometry[0].n_head_kv * 2 * geometry[0].head_dim_k * 18 // 32
+    assert found
+    for setting in found:
+        assert engine.new_cache(setting.plan, 256).n_bytes <= limit and f"the {limit} bytes" in setting.note
+
+
 def test_rows_at_equal_bytes_are_paired_with_llama_cpps(
     compare: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,3 +203,19 @@ def test_rows_at_equal_bytes_are_paired_with_llama_cpps(
     for row in equal:
         assert row["kv_bytes"] <= theirs["kv_bytes"] and row["bits_per_value"] > 5.8
         assert row["kld_difference"] == pytest.approx(row["kld_mean"] - theirs["kld_mean"])
+
+
+def test_rows_that_were_kept_without_their_baseline_are_paired_later(
+    compare: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("-f", "text.txt", "-c", "256", "--chunks", "1", "--at-bytes", "q5_1", "--results", "rows.jsonl")
+    compare(*options)
+    kept = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+    assert not any(row["baseline"] == "llama.cpp q5_1" for row in kept)
+    monkeypatch.setattr(kvrun.compare, "LLAMA_SETTINGS", (LlamaSetting("q5_1", "q5_1"),))
+    rows = json.loads(compare(*options, "-o", "json")[0])
+    equal = [row for row in rows if row["baseline"] == "llama.cpp q5_1"]
+    theirs = next(row for row in rows if row["type_k"] == "q5_1")
+    assert [row["type_k"] for row in equal] == ["kv5", "kv4", "kv3", "kv2"]
+    for row in equal:
+        assert row["kld_difference"] == pytest.approx(row["kld_mean"] - theirs["kld_mean"], rel=1e-4)
