@@ -142,11 +142,27 @@ class LayerSide:
             q = (q.reshape(n_kv, -1, d) @ self.t_inverse).view(q.shape)
         return round_queries_ggml(q) if self.rounds_queries else q
 
-    def offset_scores(self, q: Tensor, n: int) -> Tensor | None:
-        """What the scores of q [n_head, n_q, d] (as the model made it) with positions 0 to n - 1 lack, or None."""
-        if self.rotating is None or self.rope is None:
-            return None
-        return offset_scores(q, self.rotating, self.rope.angles(n, q.dtype), self.rope.style)
+    def offset_scores(self, q: Tensor, n: int, *, capped: bool = False) -> Tensor | None:
+        """What the scores of q [n_head, n_q, d] (as the model made it) with positions 0 to n - 1 lack, or None.
+
+        capped: also what all tokens lack alike: softmax does not see it, but a soft cap on scores does.
+        """
+        scores = None
+        if self.rotating is not None and self.rope is not None:
+            scores = offset_scores(q, self.rotating, self.rope.angles(n, q.dtype), self.rope.style)
+        alike = self._offset_alike() if capped else None
+        if alike is None:
+            return scores
+        same = (q.reshape(len(alike), -1, q.shape[-1]) @ alike[:, :, None]).view(*q.shape[:2], 1)
+        return same.expand(-1, -1, n) if scores is None else scores + same
+
+    def _offset_alike(self) -> Tensor | None:
+        """What is subtracted from all keys of a head alike, [n_head_kv, d]: offsets that no RoPE turns."""
+        if self.rotating is None or self.rope is None or self.rope.n_rot == self.head_dim:
+            return self.offset
+        rest = self.rotating.clone()
+        rest[:, : self.rope.n_rot] = 0
+        return rest if self.offset is None else self.offset + rest
 
     def from_sum(self, o: Tensor) -> Tensor:
         """`T^-1 o` for o [n_head, n, d], an attention sum over stored values."""
@@ -298,7 +314,7 @@ class KVCache:
             side_v = values.seen(full_v, start_v, first, last, restored_v, origin)
             positions = torch.arange(first, last + 1)
             rows = slice(first - n_before, last + 1 - n_before)
-            bias = keys.offset_scores(given[:, rows], last + 1)
+            bias = keys.offset_scores(given[:, rows], last + 1, capped=bool(softcap))
             bias = None if bias is None else bias[..., origin:]
             parts.append(attend(q[:, rows], side_k, side_v, positions - origin, scale, bias, softcap=softcap))
             counted = side_k if keys.store.quantized or not values.store.quantized else side_v

@@ -262,6 +262,7 @@ def test_a_control_that_does_not_fail_condemns_the_table() -> None:
     assert "no figure" in control_complaint([*good[:2], ours("kv1", None, control=True)])
     assert "no figure" in control_complaint(good[:2])
     assert control_complaint([*good, ours("kv2", 4.9)]) == "", "a row that somebody asked for may be bad"
+    assert control_complaint([*good, replace(ours("kv4", 4.9), type_v="kv2")]) == "", "nor do 4-bit keys alone count"
     theirs = replace(ours("q4_0", 7.0), engine="llama.cpp")
     assert control_complaint([*good, theirs]) == ""
     assert "Control did not fail" in footnote([*good[:2], ours("kv1", 0.1, control=True)])

@@ -115,9 +115,11 @@ def test_every_way_to_cut_the_text_gives_the_definition(name: str, sliding: int,
 
 
 @pytest.mark.parametrize("size", [1, 50])
-def test_rotating_offsets_and_soft_caps(size: int) -> None:
-    rope = Rope(D, 1000.0, "neox")
-    chosen = plan("4 and 3 bits", 30, 4, 8, rotating=True)
+@pytest.mark.parametrize(("rotating", "n_rot"), [(True, D), (True, D // 2), (False, D)])
+def test_offsets_and_soft_caps(size: int, rotating: bool, n_rot: int) -> None:
+    """A cap sees what softmax does not: a number that is the same for all tokens."""
+    rope = Rope(n_rot, 1000.0, "neox")
+    chosen = plan("4 and 3 bits", 30, 4, 8, rotating=rotating)
     cache = KVCache(chosen, N, torch.float64, rope_of=lambda il: rope)
     assert ratio(run(cache, 0, N, size, softcap=1.5), definition(chosen, rope, 1.5)) < 1e-12
     assert ratio(definition(chosen, rope, 1.5), definition(chosen, rope, 0.0)) > 1e-2
