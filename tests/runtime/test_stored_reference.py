@@ -168,7 +168,10 @@ def test_what_cannot_be_kept_is_said(tmp_path: Path) -> None:
     assert len(said) == 1 and "--references" in said[0] and not (tmp_path / "references").exists()
     (tmp_path / "file").write_text("")
     cache = ReferenceCache(said.append, folder=tmp_path / "file" / "references")
-    assert cache.recorder("a", N, VOCAB) is None
+    assert cache.find("a", N, VOCAB) is None and cache.recorder("a", N, VOCAB) is None
     assert len(said) == 2 and "KVRUN_CACHE" in said[1]
+    cache = ReferenceCache(said.append, folder=tmp_path)
+    cache.path_of("a").mkdir()
+    assert cache.find("a", N, VOCAB) is None and "cannot be read (Is a directory)" in said.pop()
     none = ReferenceCache(said.append, limit_bytes=0, folder=tmp_path)
     assert none.recorder("a", N, VOCAB) is None and none.find("a", N, VOCAB) is None and len(said) == 2

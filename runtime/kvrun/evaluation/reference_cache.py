@@ -60,9 +60,14 @@ class ReferenceCache:
             with suppress(OSError):  # a folder that is read-only can still be read
                 os.utime(path)  # used now: others go first
             return found
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        except (KvError, OSError) as error:
+        except OSError as error:
+            self.say(
+                f"{path} cannot be read ({error.strerror or error}), so the reference is computed again; delete it"
+            )
+            return None
+        except KvError as error:
             self.say(str(error))
             return None
 
