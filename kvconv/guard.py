@@ -13,6 +13,8 @@ import numpy as np
 
 from kvkernels.spec import CUBIC_WIDTHS, QuantSpec, default_group
 from kvkernels.transform import hadamard_block
+from kvrun.cache_types import plan_for
+from kvrun.compare_settings import hadamard
 from kvrun.engine import Engine
 from kvrun.evaluation.bootstrap import paired_difference
 from kvrun.evaluation.perplexity import Run, run_plans
@@ -20,7 +22,7 @@ from kvrun.evaluation.windows import Windows
 from kvrun.plan import CachePlan, HeadPlan, HeadTransform
 from kvrun.recipe import Recipe
 
-from .report import side_bits
+from .report import bits_per_value
 
 if TYPE_CHECKING:
     from kvrun.models import Model
@@ -111,10 +113,7 @@ class _Meter:
         self, model: Model, recipe: Recipe, windows: Windows, on_progress: Callable[[float, int], None] | None
     ) -> None:
         self.engine, self.windows, self.on_progress = Engine(model, dtype=model.dtype), windows, on_progress
-        plan = recipe.plan()
-        plain = HeadPlan(QuantSpec(16))
-        k, v = (tuple((plain,) * len(layer) for layer in side) for side in (plan.k, plan.v))
-        self.f16 = CachePlan(plan.geometry, k, v)
+        self.f16 = plan_for(recipe.geometry, "f16", "f16", recipe=None)
         self.done = 0
 
     def __call__(self, plans: Sequence[CachePlan]) -> list[np.ndarray]:
@@ -174,26 +173,21 @@ def uniform_settings(recipe: Recipe, *, fixed: bool) -> dict[str, CachePlan]:
 
     Uniform and cubic codes, the widest that fit, as they come and rotated.
     """
-    bits = {side: side_bits(recipe, side if fixed else None) for side in "kv"}
+    bits = {side: bits_per_value(recipe, side if fixed else None) for side in "kv"}
     found: dict[str, CachePlan] = {}
     for code in ("uniform", "cubic"):
-        for rotated in (False, True):
-            sides: dict[str, tuple[tuple[HeadPlan, ...], ...]] = {}
-            names = []
-            for side in "kv":
-                layers = []
-                for shape in recipe.geometry:
-                    dim = shape.head_dim_k if side == "k" else shape.head_dim_v
-                    spec = _widest(code, dim, bits[side])
-                    if spec is not None:
-                        transform = _rotation(spec, dim) if rotated else HeadTransform()
-                        layers.append((HeadPlan(spec, transform),) * shape.n_head_kv)
-                if len(layers) == len(recipe.geometry):
-                    sides[side] = tuple(layers)
-                    names.append(f"{layers[0][0].spec.bits}")
-            if len(sides) == 2:
-                what = f"{'/'.join(dict.fromkeys(names))} bits {code}{' rotated' if rotated else ''}"
-                found[what] = CachePlan(recipe.geometry, sides["k"], sides["v"], recipe.sinks, recipe.window)
+        dims = {"k": [g.head_dim_k for g in recipe.geometry], "v": [g.head_dim_v for g in recipe.geometry]}
+        specs = {side: [_widest(code, dim, bits[side]) for dim in dims[side]] for side in "kv"}
+        if None in specs["k"] or None in specs["v"]:
+            continue
+        k, v = (
+            tuple((HeadPlan(spec),) * g.n_head_kv for spec, g in zip(specs[side], recipe.geometry, strict=True) if spec)
+            for side in "kv"
+        )
+        plan = CachePlan(recipe.geometry, k, v, recipe.sinks, recipe.window)
+        widths = dict.fromkeys(str(side[0][0].spec.bits) for side in (k, v))
+        name = f"{'/'.join(widths)} bits {code}"
+        found |= {name: plan, f"{name} rotated": hadamard(plan)}
     return found
 
 

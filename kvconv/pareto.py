@@ -16,6 +16,7 @@ from kvrun.plan import CachePlan
 from kvrun.tables import Column
 
 from .calibrate import Offers, Sample, Settings, spread
+from .report import bits_per_value
 
 if TYPE_CHECKING:
     from kvrun.models import Model
@@ -56,29 +57,19 @@ def points(model: Model, sample: Sample, settings: Settings, offers: Offers) -> 
             recipe = spread(model, sample, replace(settings, bits=bits, shared=True), offers)
         except KvError:
             continue  # a budget that the narrowest storage of every head exceeds
-        found.append(Point(f"recipe of {bits:g} bits", plan_bits(recipe.plan()), recipe.plan()))
+        found.append(Point(f"recipe of {bits:g} bits", bits_per_value(recipe.plan()), recipe.plan()))
     geometry, kept = model.config.geometry, {"sinks": settings.sinks, "window": settings.window}
     for name in PLAIN:
         plan = plan_for(geometry, name, name, recipe=None, **kept)
-        found.append(Point(name, plan_bits(plan), plan))
-        found.append(Point(f"{name} rotated", plan_bits(plan), hadamard(plan)))
+        found.append(Point(name, bits_per_value(plan), plan))
+        found.append(Point(f"{name} rotated", bits_per_value(plan), hadamard(plan)))
     for name in EMULATED_TYPES:
         try:
             plan = plan_for(geometry, name, name, recipe=None)
         except KvError:
             continue  # heads that llama.cpp's blocks do not divide
-        found.append(Point(f"llama.cpp {name.removeprefix('emu-')}", plan_bits(plan), plan))
+        found.append(Point(f"llama.cpp {name.removeprefix('emu-')}", bits_per_value(plan), plan))
     return sorted(found, key=lambda point: point.bits)
-
-
-def plan_bits(plan: CachePlan) -> float:
-    """Bits per packed value with scales and minima, over both sides."""
-    bits = n = 0.0
-    for shape, k, v in zip(plan.geometry, plan.k, plan.v, strict=True):
-        for heads, dim in ((k, shape.head_dim_k), (v, shape.head_dim_v)):
-            bits += sum(head.spec.bits_per_value(dim) for head in heads) * dim
-            n += len(heads) * dim
-    return bits / n
 
 
 def measure(

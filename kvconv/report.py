@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrun.plan import HeadPlan
+from kvrun.plan import CachePlan, HeadPlan
 from kvrun.recipe import Recipe
 from kvrun.tables import Column
 
@@ -150,15 +150,13 @@ def size_bytes(recipe: Recipe) -> int:
     return sum(v.nbytes if isinstance(v, np.ndarray) else len(v.encode()) if isinstance(v, str) else 4 for v in values)
 
 
-def bits_per_value(recipe: Recipe) -> float:
-    """Bits per packed value with scales and minima, over both sides; sinks and window come on top."""
-    return side_bits(recipe, None)
+def bits_per_value(stored: Recipe | CachePlan, side: str | None = None) -> float:
+    """Bits per packed value with scales and minima; sinks and window come on top.
 
-
-def side_bits(recipe: Recipe, side: str | None) -> float:
-    """The same of one side, "k" or "v"; None is both."""
+    side: "k" or "v"; None is both.
+    """
     bits = n = 0.0
-    for shape, k, v in zip(recipe.geometry, recipe.k, recipe.v, strict=True):
+    for shape, k, v in zip(stored.geometry, stored.k, stored.v, strict=True):
         for name, heads, dim in (("k", k, shape.head_dim_k), ("v", v, shape.head_dim_v)):
             if side in (None, name):
                 bits += sum(head.spec.bits_per_value(dim) for head in heads) * dim

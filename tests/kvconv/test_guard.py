@@ -11,7 +11,7 @@ import pytest
 from kvconv.calibrate import Settings, calibrate, draw
 from kvconv.cli import app
 from kvconv.guard import guard, uniform_settings, verdict_line
-from kvconv.report import bits_per_value, side_bits
+from kvconv.report import bits_per_value
 from kvconv.text import Text, held_out, language_reference
 from kvrun.console import exit_status
 from kvrun.evaluation.windows import Windows
@@ -95,7 +95,7 @@ def test_a_uniform_setting_is_no_larger_than_the_recipe(made: tuple[Model, Recip
     # Where widths were given, each side is held to its own.
     for plan in uniform_settings(recipe, fixed=True).values():
         for side in "kv":
-            assert side_bits(replace(recipe, k=plan.k, v=plan.v), side) <= side_bits(recipe, side) + 1e-6
+            assert bits_per_value(replace(recipe, k=plan.k, v=plan.v), side) <= bits_per_value(recipe, side) + 1e-6
 
 
 def test_pieces_that_are_held_out() -> None:
